@@ -1,0 +1,18 @@
+# Shared by the set-up scripts: where slow things are kept, and how progress is told.
+# Sourced, not run.
+
+oscar_cache_dir() {
+    printf '%s\n' "${OSCAR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/oscar}"
+}
+
+say() { printf '%s\n' "oscar: $*" >&2; }
+
+die() { printf '%s\n' "oscar: error: $*" >&2; exit 1; }
+
+# Runs a command as root where that is possible, and says so where it is not.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"
+    elif command -v sudo >/dev/null 2>&1; then sudo "$@"
+    else die "need root to run: $*"
+    fi
+}

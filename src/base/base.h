@@ -1,0 +1,64 @@
+/*
+ * base.h - what every layer uses: errors, memory, half-precision numbers, the code path in use.
+ */
+#ifndef OSCAR_BASE_H
+#define OSCAR_BASE_H
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "oscar/oscar.h"
+
+/* Fills *error (NULL is allowed) and returns status. position: -1 when there is none. */
+oscar_status error_set(oscar_error *error, oscar_status status, int64_t position,
+                       const char *format, ...) __attribute__((format(printf, 4, 5)));
+
+/* Zeroed memory aligned to 64 bytes; NULL when there is none or count * size overflows. */
+void *aligned_calloc(size_t count, size_t size);
+void aligned_free(void *memory);
+/* Address space that costs memory only where it is touched, zeroed, 4 KiB aligned; released with
+ * the same size. NULL when there is none. */
+void *region_reserve(size_t bytes);
+void region_release(void *memory, size_t bytes);
+
+/* a * b into *out; false when it overflows. */
+static inline bool size_mul(size_t a, size_t b, size_t *out) { return !__builtin_mul_overflow(a, b, out); }
+static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin_add_overflow(a, b, out); }
+
+/* The instruction sets that have code of their own, in rising order. */
+typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_COUNT } isa;
+/* The one in use: what CPUID and XCR0 allow, or what OSCAR_ISA or oscar_isa_select() force. */
+isa isa_current(void);
+/* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
+isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0);
+
+/* Conversions that give the same bits on every path: round to nearest even, overflow of finite
+ * values saturates to the largest finite fp16 (OSCAR stores no infinities). */
+static inline float bits_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint32_t float_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+static inline float bf16_to_float(uint16_t h) { return bits_float((uint32_t)h << 16); }
+static inline uint16_t bf16_from_float(float f) {
+    uint32_t u = float_bits(f);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40); /* quiet NaN */
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+float fp16_to_float(uint16_t h);
+uint16_t fp16_from_float(float f);
+
+/* A barrier for threads that spin: they were started together and wait microseconds. */
+typedef struct spin_barrier {
+    atomic_int arrived;
+    atomic_int round;
+} spin_barrier;
+void spin_barrier_init(spin_barrier *barrier);
+void spin_barrier_wait(spin_barrier *barrier, int n_threads);
+
+#endif
