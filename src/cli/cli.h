@@ -70,7 +70,7 @@ typedef struct cli_spec {
     bool pass_unknown; /* unknown options, and everything after `--`, land in args.rest */
 } cli_spec;
 
-#define CLI_MAX_ARGS 4096
+#define CLI_MAX_ARGS 4096 /* one more than can be given: room for a closing NULL */
 #define CLI_COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 
 typedef struct cli_args {
@@ -148,8 +148,11 @@ int cli_model_path(const char *model, char path[CLI_PATH_MAX]);
 int cli_rotations_path(const char *given, const char *model_path, char path[CLI_PATH_MAX]);
 /* Where `oscar calibrate` without -o writes: the cache folder's file; makes the folder. */
 int cli_rotations_output(const char *model_path, char path[CLI_PATH_MAX]);
-/* A file that belongs to this program: beside the executable in a build folder (`build_name`), else
- * under the prefix it is installed to (`install_name`). NULL names are skipped. */
+/* mkdir -p for the folders before the last slash of `path`. CLI_CONTINUE, or CLI_FAILURE. */
+int cli_make_folders(const char *path);
+/* A file that belongs to this program: `build_name` (absolute, or beside the executable in a build
+ * folder), else `install_name` under the prefix that the program is installed to. NULL names are
+ * skipped. CLI_CONTINUE, or CLI_FAILURE after a message. */
 int cli_own_file(const char *build_name, const char *install_name, char path[CLI_PATH_MAX]);
 
 /* ------------------------------------------------------------------------------------------------
@@ -179,6 +182,17 @@ int cli_print_json(json_t *object);
 int cli_finish_output(void);
 /* "1.5 MiB" */
 const char *cli_bytes_text(int64_t bytes, char text[32]);
+
+/* ------------------------------------------------------------------------------------------------
+ * Running a llama.cpp program on the cache (cli_wrap.c)
+ */
+
+/* Becomes argv[0] with liboscar-llama.so preloaded and the options in its environment (OSCAR_KV,
+ * OSCAR_ROTATIONS, ...; an option that was not given leaves its variable as it is). A program's name
+ * without a slash is looked for in OSCAR_LLAMA_BIN, then in the llama.cpp this was built with, then
+ * in PATH. `rotations` may be NULL: the layer then says so when it needs them. argv ends with NULL.
+ * Returns only on failure, with CLI_FAILURE after a message. */
+int cli_exec_wrapped(const cli_cache *cache, const char *rotations, bool pass_through, char **argv);
 
 /* ------------------------------------------------------------------------------------------------
  * Commands

@@ -35,7 +35,7 @@ static void print_help(FILE *file) {
             "Start with\n"
             "  oscar pull smollm2-135m\n"
             "  oscar calibrate smollm2-135m\n"
-            "  oscar run smollm2-135m -p \"Why is the sky blue?\"\n"
+            "  oscar run smollm2-135m -st -p \"Why is the sky blue?\"\n"
             "\n"
             "`oscar COMMAND --help` explains a command. Results go to stdout, everything else to\n"
             "stderr. Exit codes: 0 done, 1 failed, 2 the command line makes no sense.\n");
