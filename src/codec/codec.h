@@ -13,7 +13,7 @@
 /* Rows are quantised CODEC_LANES at a time, one row a lane: every path does the same operations in
  * the same order (fused multiply-adds included), so codes and parameters are bit-equal. */
 #define CODEC_LANES 16
-#define CODEC_MAX_GROUPS 8
+#define CODEC_MAX_GROUPS 32
 
 /* Channels in a group for a head_dim: head_dim up to 128, above the largest multiple of 16 that
  * divides it and is at most 128. */

@@ -1,0 +1,76 @@
+/*
+ * isa.c - which code path runs: asked of the processor once, or forced by name.
+ */
+#include "base/base.h"
+
+#include <stdlib.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512"};
+static atomic_int isa_chosen = -1; /* -1: not asked yet */
+
+isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0) {
+    (void)leaf7_ecx; /* no path needs a feature of this register yet */
+    const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
+    const uint32_t avx2 = 1u << 5;
+    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
+    const uint32_t leaf1 = fma | osxsave | avx | f16c;
+    /* The operating system must save the registers too, or the first use is a fault: XCR0 bits 1-2
+     * are xmm and ymm, 5-7 the mask registers and zmm. */
+    if ((leaf1_ecx & leaf1) != leaf1 || !(leaf7_ebx & avx2) || (xcr0 & 0x6) != 0x6) return ISA_REF;
+    if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6) return ISA_AVX2;
+    return ISA_AVX512;
+}
+
+static isa isa_best(void) {
+#if defined(__x86_64__)
+    uint32_t a, b, c, d, leaf1_ecx, leaf7_ebx, leaf7_ecx;
+    if (!__get_cpuid(1, &a, &b, &leaf1_ecx, &d)) return ISA_REF;
+    if (!(leaf1_ecx & 1u << 27)) return ISA_REF; /* no OSXSAVE: XGETBV itself would fault */
+    if (!__get_cpuid_count(7, 0, &a, &leaf7_ebx, &leaf7_ecx, &d)) return ISA_REF;
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    (void)b, (void)c;
+    return isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, (uint64_t)high << 32 | low);
+#else
+    return ISA_REF;
+#endif
+}
+
+/* -1 when there is no such name or this machine cannot run it. */
+static int isa_find(const char *name) {
+    for (int i = 0; i <= (int)isa_best(); i++)
+        if (strcmp(name, isa_names[i]) == 0) return i;
+    return -1;
+}
+
+/* OSCAR_ISA where it names a path that can run, else the best one. */
+static int isa_automatic(void) {
+    const char *name = getenv("OSCAR_ISA");
+    int forced = name ? isa_find(name) : -1;
+    return forced >= 0 ? forced : (int)isa_best();
+}
+
+isa isa_current(void) {
+    int chosen = atomic_load_explicit(&isa_chosen, memory_order_relaxed);
+    if (chosen < 0) {
+        /* Threads that race here all compute the same value. */
+        chosen = isa_automatic();
+        atomic_store_explicit(&isa_chosen, chosen, memory_order_relaxed);
+    }
+    return (isa)chosen;
+}
+
+const char *oscar_isa_name(void) {
+    return isa_names[isa_current()];
+}
+
+oscar_status oscar_isa_select(const char *name) {
+    int chosen = name ? isa_find(name) : isa_automatic();
+    if (chosen < 0) return OSCAR_ERROR_UNSUPPORTED;
+    atomic_store_explicit(&isa_chosen, chosen, memory_order_relaxed);
+    return OSCAR_OK;
+}

@@ -1,0 +1,383 @@
+/*
+ * quantize_rows.inc.h - the quantiser, written once; docs/METHOD.md has the mathematics.
+ *
+ * Included by quantize_rows_ref.c, _avx2.c and _avx512.c after they have defined `lanes`, sixteen
+ * floats of sixteen rows, and its operations. A row never leaves its lane and every lane does the
+ * same operations in the same order, fused where lanes_fma stands, so all paths give the same bits
+ * and a row does not depend on its neighbours.
+ *
+ * The includer defines: lanes, lanes_mask; lanes_load, _store, _set1, _add, _sub, _mul, _div,
+ * _fma(a, b, c) = a b + c, _fnma(a, b, c) = c - a b, _min(a, b) = a < b ? a : b, _max likewise, _abs,
+ * _trunc (of 0 <= x < 2^31), _fp16 (nearest fp16, saturated), _lt(a, b) and _le giving masks,
+ * _and of two masks, _bits of a mask, _select(mask, a, b) = mask ? a : b; and LANES_BLOCK, how many
+ * accumulators stay in registers (4 or 8).
+ */
+#include <float.h>
+
+/* What rows are clamped to before they are quantised. fp16 steps and offsets end at 65504, so no
+ * row that can be represented reaches it, and no square or sum below overflows. */
+#define ROW_LIMIT 1048576.0f
+/* Below this a step is no step: its reciprocal could overflow. Far below the smallest fp16. */
+#define STEP_MIN 1e-30f
+/* A refit is singular when 1 - cos^2 between codes and ones is smaller. */
+#define REFIT_SINGULAR 1e-6f
+#define LS_ROUNDS 6
+#define LDLQ_REFITS 3
+
+typedef struct row_scratch {
+    _Alignas(64) float x[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] rotated rows */
+    _Alignas(64) float codes[OSCAR_MAX_HEAD_DIM * CODEC_LANES]; /* [d][16] 0 .. 2^bits - 1 */
+    _Alignas(64) float e[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] x^ - x */
+    _Alignas(64) float r[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] (x - x^) B */
+    _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] a product with B or U */
+    _Alignas(64) float step[CODEC_MAX_GROUPS * CODEC_LANES];    /* [n_groups][16] fp16 values */
+    _Alignas(64) float offset[CODEC_MAX_GROUPS * CODEC_LANES];  /* [n_groups][16] fp16 values */
+} row_scratch;
+
+#define AT(array, j) ((array) + (size_t)(j) * CODEC_LANES)
+
+/* out[j] = sum over rows i of a[i] W[i][j], i rising, for columns 0 .. n_columns - 1 (a multiple of
+ * LANES_BLOCK) and rows i0 .. i1 - 1. lower: W is zero above the diagonal, so rows above a column
+ * are skipped; the zeros that a block still meets change no bit. */
+static void lanes_product(int32_t d, const float *matrix, bool lower, int32_t i0, int32_t i1,
+                          int32_t n_columns, const float *a, float *out) {
+    for (int32_t j = 0; j < n_columns; j += LANES_BLOCK) {
+        lanes sum[LANES_BLOCK];
+#pragma GCC unroll 8
+        for (int k = 0; k < LANES_BLOCK; k++) sum[k] = lanes_set1(0);
+        for (int32_t i = lower && j > i0 ? j : i0; i < i1; i++) {
+            const lanes ai = lanes_load(AT(a, i));
+            const float *row = matrix + (size_t)i * d + j;
+#pragma GCC unroll 8
+            for (int k = 0; k < LANES_BLOCK; k++) sum[k] = lanes_fma(ai, lanes_set1(row[k]), sum[k]);
+        }
+#pragma GCC unroll 8
+        for (int k = 0; k < LANES_BLOCK; k++) lanes_store(AT(out, j + k), sum[k]);
+    }
+}
+
+static inline lanes reciprocal_step(lanes step) {
+    return lanes_select(lanes_lt(lanes_set1(STEP_MIN), step), lanes_div(lanes_set1(1), step),
+                        lanes_set1(0));
+}
+
+/* The code nearest to u - 1/2: clamped below by 0 and above by top = levels + 1/2. */
+static inline lanes round_code(lanes u, lanes top) {
+    return lanes_trunc(lanes_min(lanes_max(u, lanes_set1(0)), top));
+}
+
+/* Levels + 1/2, a little less so that truncation cannot reach levels + 1. */
+static inline lanes code_top(int32_t bits) {
+    return lanes_set1((float)((1 << bits) - 1) + 0.49f);
+}
+
+/* The n_top largest |x| of a group, falling, by insertion into top [n_top][16]. */
+static void largest_magnitudes(int32_t group, const float *x, int32_t n_top, float *top) {
+    for (int32_t t = 0; t < n_top; t++) lanes_store(AT(top, t), lanes_set1(0));
+    for (int32_t j = 0; j < group; j++) {
+        lanes v = lanes_abs(lanes_load(AT(x, j)));
+        for (int32_t t = 0; t < n_top; t++) {
+            const lanes old = lanes_load(AT(top, t));
+            lanes_store(AT(top, t), lanes_max(old, v));
+            v = lanes_min(old, v);
+        }
+    }
+}
+
+/* The index min(int(clip G), G - 1) of |x| sorted rising, counted from the top. */
+static int32_t rank_from_top(int32_t group, float clip) {
+    int32_t rank = (int32_t)(clip * (float)group);
+    return group - 1 - (rank < group - 1 ? rank : group - 1);
+}
+
+/* Start values from the range, as min-max of the row clamped to +-limit: clamping is monotone. */
+static inline void range_params(lanes low, lanes high, lanes limit, float inv_levels, lanes *step,
+                                lanes *offset) {
+    const lanes floor_ = lanes_sub(lanes_set1(0), limit);
+    low = lanes_min(lanes_max(low, floor_), limit);
+    high = lanes_min(lanes_max(high, floor_), limit);
+    *step = lanes_mul(lanes_sub(high, low), lanes_set1(inv_levels));
+    *offset = low;
+}
+
+/* One round: codes for (step, offset), then the least-squares step and offset for the codes. */
+static void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
+                                lanes *offset) {
+    const lanes inv = reciprocal_step(*step), top = code_top(bits), half = lanes_set1(0.5f);
+    const lanes m = *offset;
+    lanes cc = lanes_set1(0), c1 = cc, zc = cc, z1 = cc;
+    for (int32_t j = 0; j < group; j++) {
+        const lanes z = lanes_sub(lanes_load(AT(x, j)), m);
+        const lanes c = round_code(lanes_fma(z, inv, half), top);
+        cc = lanes_fma(c, c, cc);
+        c1 = lanes_add(c1, c);
+        zc = lanes_fma(z, c, zc);
+        z1 = lanes_add(z1, z);
+    }
+    /* z = x - offset, so that a large common offset costs no digits. */
+    const lanes n = lanes_set1((float)group);
+    const lanes scale = lanes_mul(cc, n), det = lanes_fnma(c1, c1, scale);
+    const lanes s = lanes_div(lanes_fnma(c1, z1, lanes_mul(zc, n)), det);
+    const lanes dm = lanes_div(lanes_fnma(c1, zc, lanes_mul(cc, z1)), det);
+    const lanes_mask ok = lanes_and(lanes_lt(lanes_mul(scale, lanes_set1(REFIT_SINGULAR)), det),
+                                    lanes_lt(lanes_set1(0), s));
+    *step = lanes_select(ok, s, *step);
+    *offset = lanes_select(ok, lanes_add(m, dm), m);
+}
+
+static lanes squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
+    const lanes inv = reciprocal_step(step), top = code_top(bits), half = lanes_set1(0.5f);
+    lanes sum = lanes_set1(0);
+    for (int32_t j = 0; j < group; j++) {
+        const lanes z = lanes_sub(lanes_load(AT(x, j)), offset);
+        const lanes c = round_code(lanes_fma(z, inv, half), top);
+        const lanes e = lanes_fnma(step, c, z);
+        sum = lanes_fma(e, e, sum);
+    }
+    return sum;
+}
+
+/* Step and offset of one group by least squares: several starts, rounds of rounding and refitting,
+ * the best by squared error of what will be stored. x: [group][16]. */
+static void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
+                                 float *offset_out) {
+    /* Two levels have long tails to cut at 2 bits, hardly any beyond. */
+    const float clips[2][2] = {{0.96f, 0.88f}, {0.98f, 0.98f}};
+    const float *clip = clips[bits > 2];
+    const int n_starts = bits == 2 ? 3 : 2;
+    _Alignas(64) float top_x[128 * CODEC_LANES];
+    const int32_t n_top = rank_from_top(group, clip[1]) + 1;
+    largest_magnitudes(group, x, n_top, top_x);
+
+    lanes low = lanes_load(x), high = low;
+    for (int32_t j = 1; j < group; j++) {
+        const lanes v = lanes_load(AT(x, j));
+        low = lanes_min(low, v);
+        high = lanes_max(high, v);
+    }
+    const float inv_levels = 1.0f / (float)((1 << bits) - 1);
+    lanes best_step = lanes_set1(0), best_offset = best_step, best_error = best_step;
+    for (int start = 0; start < n_starts; start++) {
+        const int32_t t = start == 0 ? 0 : rank_from_top(group, clip[start - 1]);
+        lanes step, offset;
+        range_params(low, high, lanes_load(AT(top_x, t)), inv_levels, &step, &offset);
+        for (int round = 0; round < LS_ROUNDS; round++)
+            least_squares_round(group, bits, x, &step, &offset);
+        step = lanes_fp16(step);
+        offset = lanes_fp16(offset);
+        const lanes error = squared_error(group, bits, x, step, offset);
+        const lanes_mask better = lanes_lt(error, start == 0 ? lanes_set1(FLT_MAX) : best_error);
+        best_step = lanes_select(better, step, best_step);
+        best_offset = lanes_select(better, offset, best_offset);
+        best_error = lanes_select(better, error, best_error);
+    }
+    lanes_store(step_out, best_step);
+    lanes_store(offset_out, best_offset);
+}
+
+/* The published recipe: clamp to an order statistic, min and max, no refit. */
+static void clip_params(const row_codec *codec, const float *x, float *step_out, float *offset_out) {
+    _Alignas(64) float top_x[128 * CODEC_LANES];
+    const int32_t t = rank_from_top(codec->group, codec->clip);
+    largest_magnitudes(codec->group, x, t + 1, top_x);
+    lanes low = lanes_load(x), high = low, step, offset;
+    for (int32_t j = 1; j < codec->group; j++) {
+        const lanes v = lanes_load(AT(x, j));
+        low = lanes_min(low, v);
+        high = lanes_max(high, v);
+    }
+    range_params(low, high, lanes_load(AT(top_x, t)), 1.0f / (float)((1 << codec->bits) - 1), &step, &offset);
+    lanes_store(step_out, lanes_fp16(step));
+    lanes_store(offset_out, lanes_fp16(offset));
+}
+
+/* Each channel to its nearest code. */
+static void round_plain(const row_codec *codec, row_scratch *s) {
+    const lanes top = code_top(codec->bits), half = lanes_set1(0.5f);
+    for (int32_t j = 0; j < codec->head_dim; j++) {
+        const int32_t g = j / codec->group;
+        const lanes step = lanes_load(AT(s->step, g)), offset = lanes_load(AT(s->offset, g));
+        const lanes z = lanes_sub(lanes_load(AT(s->x, j)), offset);
+        lanes_store(AT(s->codes, j), round_code(lanes_fma(z, reciprocal_step(step), half), top));
+    }
+}
+
+/* Codes with error feedback in M = B D B^T, from the last channel down:
+ * t_j = x_j - sum_{i > j} e_i B_ij is rounded, e_j = x^_j - x_j. Blocked by columns so that the sums
+ * stay in registers; within a column the order is i falling, whatever the block.
+ * What is left over is the residual in the basis of B for nothing: ((x - x^) B)_j = t_j - x^_j. */
+static void round_ldlq(const row_codec *codec, row_scratch *s) {
+    const int32_t d = codec->head_dim;
+    const lanes top = code_top(codec->bits);
+    for (int32_t j = d - LANES_BLOCK; j >= 0; j -= LANES_BLOCK) {
+        lanes t[LANES_BLOCK];
+#pragma GCC unroll 8
+        for (int k = 0; k < LANES_BLOCK; k++) t[k] = lanes_load(AT(s->x, j + k));
+        for (int32_t i = d - 1; i >= j + LANES_BLOCK; i--) {
+            const lanes ei = lanes_load(AT(s->e, i));
+            const float *row = codec->metric_b + (size_t)i * d + j;
+#pragma GCC unroll 8
+            for (int k = 0; k < LANES_BLOCK; k++) t[k] = lanes_fnma(ei, lanes_set1(row[k]), t[k]);
+        }
+        const int32_t g = j / codec->group;
+        const lanes step = lanes_load(AT(s->step, g)), offset = lanes_load(AT(s->offset, g));
+        const lanes inv = reciprocal_step(step);
+        const lanes shift = lanes_fnma(offset, inv, lanes_set1(0.5f));
+#pragma GCC unroll 8
+        for (int k = LANES_BLOCK - 1; k >= 0; k--) {
+            const lanes x = lanes_load(AT(s->x, j + k));
+            const lanes c = round_code(lanes_fma(t[k], inv, shift), top);
+            const lanes e = lanes_fma(step, c, lanes_sub(offset, x));
+            lanes_store(AT(s->codes, j + k), c);
+            lanes_store(AT(s->e, j + k), e);
+            lanes_store(AT(s->r, j + k), lanes_sub(lanes_sub(t[k], x), e));
+            const float *row = codec->metric_b + (size_t)(j + k) * d + j;
+#pragma GCC unroll 8
+            for (int l = 0; l < k; l++) t[l] = lanes_fnma(e, lanes_set1(row[l]), t[l]);
+        }
+    }
+}
+
+/* Refits step and offset of one group in M, given its codes, against the residual r = (x - x^) B,
+ * and brings r up to date. */
+static void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
+    const int32_t d = codec->head_dim, i0 = g * codec->group, i1 = i0 + codec->group;
+    /* ones B over the group's channels: the same for every row */
+    float ones[OSCAR_MAX_HEAD_DIM];
+    for (int32_t j = 0; j < i1; j++) ones[j] = 0;
+    for (int32_t i = i0; i < i1; i++)
+        for (int32_t j = 0; j <= i; j++) ones[j] += codec->metric_b[(size_t)i * d + j];
+    float ones_ones = 0;
+    for (int32_t j = 0; j < i1; j++) ones_ones += codec->metric_d[j] * ones[j] * ones[j];
+
+    lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
+    lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
+    for (int32_t j = 0; j < i1; j++) {
+        const lanes w = lanes_load(AT(s->w, j)), r = lanes_load(AT(s->r, j));
+        const lanes dw = lanes_mul(lanes_set1(codec->metric_d[j]), w);
+        cc = lanes_fma(dw, w, cc);
+        c1 = lanes_fma(dw, lanes_set1(ones[j]), c1);
+        rc = lanes_fma(dw, r, rc);
+        r1 = lanes_fma(lanes_set1(codec->metric_d[j] * ones[j]), r, r1);
+    }
+    const lanes n = lanes_set1(ones_ones), scale = lanes_mul(cc, n);
+    const lanes det = lanes_fnma(c1, c1, scale);
+    const lanes ds = lanes_div(lanes_fnma(c1, r1, lanes_mul(rc, n)), det);
+    const lanes dm = lanes_div(lanes_fnma(c1, rc, lanes_mul(cc, r1)), det);
+    const lanes old_step = lanes_load(AT(s->step, g)), old_offset = lanes_load(AT(s->offset, g));
+    lanes step = lanes_add(old_step, ds), offset = lanes_add(old_offset, dm);
+    const lanes_mask ok = lanes_and(
+        lanes_and(lanes_lt(lanes_mul(scale, lanes_set1(REFIT_SINGULAR)), det), lanes_lt(lanes_set1(0), step)),
+        lanes_lt(lanes_abs(dm), lanes_set1(FLT_MAX)));
+    step = lanes_select(ok, lanes_fp16(step), old_step);
+    offset = lanes_select(ok, lanes_fp16(offset), old_offset);
+    lanes_store(AT(s->step, g), step);
+    lanes_store(AT(s->offset, g), offset);
+    const lanes moved_step = lanes_sub(step, old_step), moved_offset = lanes_sub(offset, old_offset);
+    for (int32_t j = 0; j < i1; j++) {
+        lanes r = lanes_load(AT(s->r, j));
+        r = lanes_fnma(moved_step, lanes_load(AT(s->w, j)), r);
+        lanes_store(AT(s->r, j), lanes_fnma(moved_offset, lanes_set1(ones[j]), r));
+    }
+}
+
+/* Scales step and offset by <x, x>_M / <x^, x>_M, so that the stored row keeps the length of the
+ * true one along itself. have_r: s->r already holds (x - x^) B. */
+static void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
+    const int32_t d = codec->head_dim, n_groups = d / codec->group;
+    const float *y = s->x; /* x B */
+    if (!have_r) {
+        float *plain = codec->metric_b ? s->e : s->r;
+        for (int32_t j = 0; j < d; j++) {
+            const int32_t g = j / codec->group;
+            const lanes z = lanes_sub(lanes_load(AT(s->x, j)), lanes_load(AT(s->offset, g)));
+            lanes_store(AT(plain, j), lanes_fnma(lanes_load(AT(s->step, g)), lanes_load(AT(s->codes, j)), z));
+        }
+        if (codec->metric_b) lanes_product(d, codec->metric_b, true, 0, d, d, s->e, s->r);
+    }
+    if (codec->metric_b) {
+        lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->w);
+        y = s->w;
+    }
+    lanes xx = lanes_set1(0), xr = xx;
+    for (int32_t j = 0; j < d; j++) {
+        const lanes v = lanes_load(AT(y, j));
+        const lanes dv = codec->metric_b ? lanes_mul(lanes_set1(codec->metric_d[j]), v) : v;
+        xx = lanes_fma(dv, v, xx);
+        xr = lanes_fma(dv, lanes_load(AT(s->r, j)), xr);
+    }
+    const lanes hat = lanes_sub(xx, xr); /* <x^, x>_M */
+    lanes factor = lanes_div(xx, hat);
+    factor = lanes_min(lanes_max(factor, lanes_set1(0.5f)), lanes_set1(2.0f));
+    factor = lanes_select(lanes_lt(lanes_set1(0), hat), factor, lanes_set1(1.0f));
+    for (int32_t g = 0; g < n_groups; g++) {
+        lanes_store(AT(s->step, g), lanes_fp16(lanes_mul(lanes_load(AT(s->step, g)), factor)));
+        lanes_store(AT(s->offset, g), lanes_fp16(lanes_mul(lanes_load(AT(s->offset, g)), factor)));
+    }
+}
+
+/* Rows to lanes, turned by U; lanes with NaN or infinity are zeroed and their bits returned. */
+static uint32_t load_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride,
+                          row_scratch *s) {
+    const int32_t d = codec->head_dim;
+    float *in = codec->rotation ? s->w : s->x;
+    for (int l = 0; l < CODEC_LANES; l++)
+        for (int32_t j = 0; j < d; j++) in[j * CODEC_LANES + l] = l < n_rows ? x[l * x_stride + j] : 0.0f;
+    const lanes limit = lanes_set1(FLT_MAX);
+    lanes_mask ok = lanes_le(lanes_abs(lanes_load(in)), limit);
+    for (int32_t j = 1; j < d; j++) ok = lanes_and(ok, lanes_le(lanes_abs(lanes_load(AT(in, j))), limit));
+    if (codec->rotation) {
+        lanes_product(d, codec->rotation, false, 0, d, d, s->w, s->x);
+        for (int32_t j = 0; j < d; j++) ok = lanes_and(ok, lanes_le(lanes_abs(lanes_load(AT(s->x, j))), limit));
+    }
+    const uint32_t good = lanes_bits(ok);
+    if (good != (1u << CODEC_LANES) - 1)
+        for (int32_t j = 0; j < d; j++)
+            lanes_store(AT(s->x, j), lanes_select(ok, lanes_load(AT(s->x, j)), lanes_set1(0)));
+    return ~good & ((1u << n_rows) - 1);
+}
+
+static void store_rows(const row_codec *codec, int n_rows, const row_scratch *s, uint8_t *codes,
+                       uint16_t *params) {
+    const int32_t d = codec->head_dim, n_groups = d / codec->group;
+    for (int l = 0; l < n_rows; l++) {
+        for (int32_t j = 0; j < d; j++) codes[l * d + j] = (uint8_t)(int32_t)s->codes[j * CODEC_LANES + l];
+        for (int32_t g = 0; g < n_groups; g++) {
+            params[(l * n_groups + g) * 2] = fp16_from_float(s->step[g * CODEC_LANES + l]);
+            params[(l * n_groups + g) * 2 + 1] = fp16_from_float(s->offset[g * CODEC_LANES + l]);
+        }
+    }
+}
+
+static uint32_t quantize_rows_lanes(const row_codec *codec, int n_rows, const float *x,
+                                    int64_t x_stride, float *y, uint8_t *codes, uint16_t *params) {
+    row_scratch s;
+    const int32_t d = codec->head_dim, n_groups = d / codec->group;
+    const uint32_t bad = load_rows(codec, n_rows, x, x_stride, &s);
+    if (y)
+        for (int l = 0; l < n_rows; l++)
+            for (int32_t j = 0; j < d; j++) y[l * d + j] = s.x[j * CODEC_LANES + l];
+    const lanes high = lanes_set1(ROW_LIMIT), low = lanes_set1(-ROW_LIMIT);
+    for (int32_t j = 0; j < d; j++)
+        lanes_store(AT(s.x, j), lanes_min(lanes_max(lanes_load(AT(s.x, j)), low), high));
+
+    for (int32_t g = 0; g < n_groups; g++) {
+        const float *xg = AT(s.x, g * codec->group);
+        if (codec->recipe == OSCAR_RECIPE_ZOO)
+            clip_params(codec, xg, AT(s.step, g), AT(s.offset, g));
+        else
+            least_squares_params(codec->group, codec->bits, xg, AT(s.step, g), AT(s.offset, g));
+    }
+    const bool ldlq = codec->ldlq && codec->metric_b && codec->recipe == OSCAR_RECIPE_DEFAULT;
+    if (ldlq) {
+        for (int round = 0; round < LDLQ_REFITS; round++) {
+            round_ldlq(codec, &s);
+            for (int32_t g = 0; g < n_groups; g++) refit_group(codec, &s, g);
+        }
+    } else {
+        round_plain(codec, &s);
+    }
+    if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq);
+    store_rows(codec, n_rows, &s, codes, params);
+    return bad;
+}
