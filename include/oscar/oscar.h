@@ -197,7 +197,8 @@ typedef struct oscar_cache_options {
     int64_t n_tokens_max;             /* tokens that fit, summed over sequences; rounded up to pages */
     int32_t n_chunk_max;              /* largest n_tokens of one step */
     int32_t sink;                     /* first tokens kept in BF16 as well */
-    int32_t recent;                   /* last tokens kept in BF16 as well */
+    int32_t recent;                   /* last tokens kept in BF16 as well, the query's own among
+                                         them; 0 means 1 */
     int32_t lookahead;                /* rollback of up to this many tokens loses no BF16 row */
     int32_t bits_k;                   /* 2, 3, 4; 0: as the rotations say */
     int32_t bits_v;
@@ -238,13 +239,14 @@ OSCAR_API void oscar_cache_get_stats(const oscar_cache *cache, oscar_cache_stats
 
 /* Tokens held. ARGUMENT for a bad id. */
 OSCAR_API int64_t oscar_seq_length(const oscar_cache *cache, int32_t seq);
-/* Makes room for n_new more tokens; afterwards appending them cannot fail for lack of room. The
- * reservation ends at the next oscar_seq_advance, _truncate or _clear of this sequence.
+/* Makes room for n_new more tokens; afterwards appending them cannot fail for lack of room. A later
+ * call replaces the reservation, oscar_seq_advance() uses it up, _truncate and _clear end it.
  * Errors: ARGUMENT, NO_SPACE (nothing is changed). */
 OSCAR_API oscar_status oscar_seq_reserve(oscar_cache *cache, int32_t seq, int64_t n_new,
                                          oscar_error *error);
-/* Counts n_new appended tokens in, after every layer has appended them. May be called for a part
- * of what was reserved. BF16 rows that no query can reach any more are given back. */
+/* Counts n_new appended tokens in, after every layer has appended them: after each chunk, before the
+ * next one is appended. May be called for a part of what was reserved. BF16 rows that no query can
+ * reach any more are given back. */
 OSCAR_API oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_t n_new,
                                          oscar_error *error);
 /* Shortens the sequence to n tokens. *n_missing (NULL is allowed) receives how many tokens of the
@@ -270,8 +272,7 @@ typedef enum oscar_dtype {
 } oscar_dtype;
 
 /* One chunk of tokens for one layer. Tokens may belong to different sequences, in any order that
- * keeps each sequence's positions rising by one from its length (after what earlier steps of the
- * same chunk appended). Strides are in elements; 0 means contiguous [n_tokens, n_heads, head_dim].
+ * keeps each sequence's positions rising by one from its length. Strides are in elements; 0 means contiguous [n_tokens, n_heads, head_dim].
  * q and k are taken after RoPE (and after q/k norm). Nothing is kept of these pointers. */
 typedef struct oscar_step {
     uint32_t struct_size;

@@ -1,0 +1,249 @@
+/*
+ * attend.c - the attention of a step: blocks of query rows over the pages of their sequence.
+ *
+ * Logits are exact in what was removed from the keys: q.k_t = q'.k'_t + q.mu + (R_-p0 q).(m R_i nu)
+ * for t = p0 + i, so the query is turned once a page and the last product is with a table of 64
+ * columns (docs/METHOD.md). Values come back by U_V^T and their mean, since weights sum to 1.
+ */
+#include "cache/cache.h"
+
+#include <math.h>
+
+static attn_rows make_rows(const oscar_cache *cache, const step_block *block, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    const cache_layer *layer = &cache->layers[s->layer];
+    attn_rows rows = {
+        .n_rows = block->count * layer->group,
+        .head_dim = layer->shape.head_dim,
+        .q_dim = layer->shape.head_dim + 2 * layer->n_tracked,
+        .logit_scale = s->in.logit_scale,
+        .logit_softcap = s->in.logit_softcap,
+        .q = scratch->q,
+        .q_bias = scratch->q_bias,
+        .row_max = scratch->row_max,
+        .row_sum = scratch->row_sum,
+        .acc = scratch->acc,
+        .logits = scratch->logits,
+    };
+    for (int32_t r = 0; r < rows.n_rows; r++) {
+        rows.row_max[r] = -INFINITY;
+        rows.row_sum[r] = 0.0f;
+    }
+    memset(rows.acc, 0, sizeof(float) * (size_t)rows.n_rows * (size_t)rows.head_dim);
+    return rows;
+}
+
+/* The query of row r of a block: head r % group of the KV head's group. */
+static const float *query_row(const oscar_cache *cache, const step_block *block, int32_t head, int32_t r) {
+    const step_state *s = &cache->step;
+    int32_t group = cache->layers[s->layer].group;
+    int32_t token = s->queries[block->first + r / group];
+    return s->in.q + token * s->in.q_token_stride + (head * group + r % group) * s->in.q_head_stride;
+}
+
+static void rotate_queries(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
+                           thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const attn_ops *ops = attn_ops_current();
+    int32_t d = rows->head_dim;
+    const float *mean = layer->fit && layer->fit->k_mean ? layer->fit->k_mean + (size_t)head * (size_t)d : NULL;
+    const float *u = layer->k_codec[head].rotation;
+    float *plain = u ? scratch->out : rows->q;
+    int64_t stride = u ? d : rows->q_dim;
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        const float *q = query_row(cache, block, head, r);
+        memcpy(plain + r * stride, q, sizeof(float) * (size_t)d);
+        float bias = 0.0f;
+        if (mean)
+            for (int32_t i = 0; i < d; i++) bias += q[i] * mean[i];
+        scratch->q_bias[r] = bias;
+    }
+    if (u) ops->rotate(d, u, rows->n_rows, plain, d, rows->q, rows->q_dim);
+}
+
+/* The tracked pairs of every query turned back by the start of page b. */
+static void turn_queries(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, attn_rows *rows) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const rope_table *rope = &cache->ropes[layer->rope];
+    const float *cosines = rope->page_cos + (size_t)b * (size_t)rope->n_pairs;
+    const float *sines = rope->page_sin + (size_t)b * (size_t)rope->n_pairs;
+    const int32_t *tracked = layer->fit->tracked + head * layer->n_tracked;
+    bool adjacent = rope->rope.layout == OSCAR_ROPE_ADJACENT;
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        const float *q = query_row(cache, block, head, r);
+        float *out = rows->q + (size_t)r * (size_t)rows->q_dim + rows->head_dim;
+        for (int32_t p = 0; p < layer->n_tracked; p++) {
+            int32_t f = tracked[p];
+            float x = q[adjacent ? 2 * f : f], y = q[adjacent ? 2 * f + 1 : f + rope->n_pairs];
+            out[2 * p] = x * cosines[f] + y * sines[f];
+            out[2 * p + 1] = y * cosines[f] - x * sines[f];
+        }
+    }
+}
+
+/* Float pages: whole ones in place, the written part of the last one copied. */
+static void exact_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
+                       attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const cache_seq *seq = &cache->seqs[block->seq];
+    int32_t d = rows->head_dim;
+    const float *keys = (const float *)(const void *)layer_history(layer, pool_page(&cache->history, seq->history[b]), head);
+    const float *values = keys + (size_t)d * OSCAR_PAGE_TOKENS;
+    int64_t written = cache->seq_next[block->seq];
+    if ((int64_t)(b + 1) * OSCAR_PAGE_TOKENS > written) {
+        for (int32_t i = 0; i < d; i++)
+            for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++)
+                scratch->keys[i * OSCAR_PAGE_TOKENS + t] = valid >> t & 1 ? keys[i * OSCAR_PAGE_TOKENS + t] : 0.0f;
+        for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++)
+            for (int32_t i = 0; i < d; i++) scratch->values[t * d + i] = valid >> t & 1 ? values[t * d + i] : 0.0f;
+        keys = scratch->keys;
+        values = scratch->values;
+    }
+    attn_ops_current()->tile(rows, keys, values, masks);
+}
+
+static void history_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
+                         attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    if (cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi) {
+        exact_tile(cache, block, head, b, valid, rows, masks, scratch);
+        return;
+    }
+    const attn_ops *ops = attn_ops_current();
+    uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
+    ops->unpack_keys(&layer->k_side, base, valid, scratch->keys);
+    ops->unpack_values(&layer->v_side, base + layer->history_value_offset, valid, scratch->values);
+    ops->tile(rows, scratch->keys, scratch->values, masks);
+}
+
+static void overlay_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
+                         attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const attn_ops *ops = attn_ops_current();
+    uint8_t *page = pool_page(&cache->overlay, cache->seqs[block->seq].overlay[b]);
+    ops->widen_keys(rows->head_dim, layer_overlay_keys(layer, page, head), valid, scratch->keys);
+    ops->widen_values(rows->head_dim, layer_overlay_values(layer, page, head), valid, scratch->values);
+    ops->tile(rows, scratch->keys, scratch->values, masks);
+}
+
+static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
+                         attn_rows *rows, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    const cache_layer *layer = &cache->layers[s->layer];
+    const cache_seq *seq = &cache->seqs[block->seq];
+    if (layer->n_tracked)
+        memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS,
+               layer->bias_table + (size_t)head * 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS,
+               sizeof(float) * 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS);
+    for (int32_t b = begin; b < end; b++) {
+        uint64_t any_far = 0, any_near = 0;
+        for (int32_t i = 0; i < block->count; i++) {
+            uint64_t far, near;
+            cache_masks(cache, seq, layer->shape.window, b, s->in.positions[s->queries[block->first + i]], &far, &near);
+            for (int32_t j = 0; j < layer->group; j++) {
+                scratch->far[i * layer->group + j] = far;
+                scratch->near[i * layer->group + j] = near;
+            }
+            any_far |= far;
+            any_near |= near;
+        }
+        if (!(any_far | any_near)) continue;
+        if (layer->n_tracked) turn_queries(cache, block, head, b, rows);
+        if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
+        if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
+    }
+}
+
+/* Divides by the softmax sum, turns the values back and writes the rows out. */
+static void write_rows(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
+                       thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    const cache_layer *layer = &cache->layers[s->layer];
+    int32_t d = rows->head_dim, group = layer->group;
+    const float *u = layer->v_codec[head].rotation;
+    const float *mean = layer->fit && layer->fit->v_mean ? layer->fit->v_mean + (size_t)head * (size_t)d : NULL;
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        float total = rows->row_sum[r], scale = 1.0f, *acc = rows->acc + (size_t)r * (size_t)d;
+        if (s->in.sink_logits) {
+            float sink = s->in.sink_logits[head * group + r % group];
+            float max = rows->row_max[r] > sink ? rows->row_max[r] : sink;
+            scale = expf(rows->row_max[r] - max);
+            total = total * scale + expf(sink - max);
+        }
+        scale /= total;
+        for (int32_t i = 0; i < d; i++) acc[i] *= scale;
+        rows->row_sum[r] *= scale; /* the share that the values' mean has */
+    }
+    float *out = rows->acc;
+    if (u) {
+        attn_ops_current()->rotate_back(d, u, rows->n_rows, rows->acc, d, scratch->out, d);
+        out = scratch->out;
+    }
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        int32_t token = s->queries[block->first + r / group];
+        float *to = s->in.out + token * s->in.out_token_stride + (head * group + r % group) * s->in.out_head_stride;
+        const float *from = out + (size_t)r * (size_t)d;
+        if (mean)
+            for (int32_t i = 0; i < d; i++) to[i] = from[i] + rows->row_sum[r] * mean[i];
+        else
+            memcpy(to, from, sizeof(float) * (size_t)d);
+    }
+}
+
+/* A partial result: [n_rows] maxima, [n_rows] sums, [n_rows, d] values. */
+static float *partial_at(const oscar_cache *cache, const step_block *block, int32_t split, int32_t head) {
+    int32_t heads = cache->layers[cache->step.layer].shape.n_kv_heads;
+    return cache->step.partial + (size_t)(block->partial + split * heads + head) * cache->partial_floats;
+}
+
+void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
+    step_state *s = &cache->step;
+    int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
+    for (int32_t w; (w = atomic_fetch_add(&s->next[2], 1)) < s->n_items;) {
+        const step_block *block = &s->blocks[s->item_block[w / heads]];
+        int32_t head = w % heads, split = s->item_split[w / heads];
+        int32_t pages = block->page_end - block->page_begin;
+        int32_t begin = block->page_begin + (int32_t)((int64_t)pages * split / block->n_splits);
+        int32_t end = block->page_begin + (int32_t)((int64_t)pages * (split + 1) / block->n_splits);
+        attn_rows rows = make_rows(cache, block, scratch);
+        rotate_queries(cache, block, head, &rows, scratch);
+        attend_pages(cache, block, head, begin, end, &rows, scratch);
+        if (block->n_splits == 1) {
+            write_rows(cache, block, head, &rows, scratch);
+            continue;
+        }
+        float *partial = partial_at(cache, block, split, head);
+        size_t n = (size_t)rows.n_rows;
+        memcpy(partial, rows.row_max, sizeof(float) * n);
+        memcpy(partial + n, rows.row_sum, sizeof(float) * n);
+        memcpy(partial + 2 * n, rows.acc, sizeof(float) * n * (size_t)rows.head_dim);
+    }
+}
+
+/* Adds partial results in the order of their pages. */
+static void merge_rows(attn_rows *rows, const float *partial) {
+    int32_t n = rows->n_rows, d = rows->head_dim;
+    for (int32_t r = 0; r < n; r++) {
+        float theirs = partial[r];
+        if (theirs == -INFINITY) continue;
+        float max = rows->row_max[r] > theirs ? rows->row_max[r] : theirs;
+        float a = rows->row_max[r] == -INFINITY ? 0.0f : expf(rows->row_max[r] - max), b = expf(theirs - max);
+        const float *from = partial + 2 * n + (size_t)r * (size_t)d;
+        float *to = rows->acc + (size_t)r * (size_t)d;
+        for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
+        rows->row_sum[r] = rows->row_sum[r] * a + partial[n + r] * b;
+        rows->row_max[r] = max;
+    }
+}
+
+void step_merge_phase(oscar_cache *cache, thread_scratch *scratch) {
+    step_state *s = &cache->step;
+    int32_t heads = cache->layers[s->layer].shape.n_kv_heads, pieces = s->n_blocks * heads;
+    for (int32_t w; (w = atomic_fetch_add(&s->next[3], 1)) < pieces;) {
+        const step_block *block = &s->blocks[w / heads];
+        if (block->n_splits == 1) continue;
+        attn_rows rows = make_rows(cache, block, scratch);
+        for (int32_t k = 0; k < block->n_splits; k++) merge_rows(&rows, partial_at(cache, block, k, w % heads));
+        write_rows(cache, block, w % heads, &rows, scratch);
+    }
+}

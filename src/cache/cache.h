@@ -1,0 +1,187 @@
+/*
+ * cache.h - the cache's inside: pools of pages, sequences, the step in flight.
+ *
+ * A history page holds 64 tokens of all layers and KV heads, quantised (or float32 in exact mode).
+ * An overlay page holds BF16 rows of the same 64 positions. A sequence is two tables of page
+ * numbers, one entry for every 64 positions: history for all of them, overlay for the sink, the
+ * recent window, the lookahead and the chunk in flight. Rows never change once written, so full
+ * pages are shared by reference.
+ */
+#ifndef OSCAR_CACHE_H
+#define OSCAR_CACHE_H
+
+#include "attn/attn.h"
+#include "base/base.h"
+#include "codec/page.h"
+#include "codec/rotations.h"
+
+#define NO_PAGE (-1)
+/* Most threads that may run a step. */
+#define CACHE_MAX_THREADS 256
+/* Most pages in a group of the KIVI baseline. */
+#define KIVI_MAX_PAGES 16
+
+/* Pages of one size in one region of memory. */
+typedef struct page_pool {
+    uint8_t *memory; /* [n_pages, page_bytes] */
+    size_t page_bytes;
+    int32_t n_pages;
+    int32_t n_free;
+    int32_t *free_stack; /* [n_pages] */
+    int32_t *refs;       /* [n_pages] 0: free */
+} page_pool;
+
+bool pool_init(page_pool *pool, int32_t n_pages, size_t page_bytes);
+void pool_destroy(page_pool *pool);
+int32_t pool_take(page_pool *pool); /* NO_PAGE when empty */
+void pool_ref(page_pool *pool, int32_t page);
+void pool_unref(page_pool *pool, int32_t page); /* NO_PAGE is allowed */
+int32_t pool_shared(const page_pool *pool);     /* pages with more than one reference */
+static inline uint8_t *pool_page(const page_pool *pool, int32_t page) {
+    return pool->memory + (size_t)page * pool->page_bytes;
+}
+
+typedef struct cache_seq {
+    int64_t length;
+    int64_t n_reserved; /* tokens past length that have history pages */
+    int64_t recent_low; /* overlay rows are valid from here on, and below the sink */
+    int32_t *history;   /* [max_pages] page numbers */
+    int32_t *overlay;   /* [max_pages] or NO_PAGE */
+} cache_seq;
+
+/* cos and sin of p inv_freq for every page start p = 64 b and every slot p = 0..63. */
+typedef struct rope_table {
+    oscar_rope rope;
+    int32_t n_pairs;
+    float *page_cos, *page_sin; /* [max_pages, n_pairs] */
+    float *slot_cos, *slot_sin; /* [64, n_pairs] */
+} rope_table;
+
+typedef struct cache_layer {
+    oscar_layer shape;
+    int32_t group; /* query heads a KV head */
+    int32_t n_tracked;
+    page_side k_side, v_side;      /* quantised history */
+    size_t history_offset;         /* of KV head 0 in a history page */
+    size_t history_head_bytes;
+    size_t history_value_offset;   /* of the values, from the head's start */
+    size_t overlay_offset;         /* keys [d][64], then values [64][d], bf16 */
+    size_t overlay_head_bytes;
+    int32_t rope;                  /* index of the rope_table */
+    const rotations_layer *fit;    /* NULL in exact mode */
+    row_codec *k_codec, *v_codec;  /* [n_kv_heads] */
+    float *bias_table;             /* [n_kv_heads][2 n_tracked][64]: magnitude * R_i nu */
+} cache_layer;
+
+/* A run of appended rows of one sequence in one page. */
+typedef struct step_segment {
+    int32_t first; /* index in the appends */
+    int32_t count;
+    int32_t seq;
+    int32_t page; /* position / 64 */
+} step_segment;
+
+/* Query tokens of one sequence that attend together, and which pages of it. */
+typedef struct step_block {
+    int32_t first; /* index in `queries` */
+    int32_t count;
+    int32_t seq;
+    int32_t n_splits; /* the pages are cut in so many parts, merged in order */
+    int32_t partial;  /* first partial result, when n_splits > 1 */
+    int32_t page_begin, page_end;
+} step_block;
+
+/* What one thread works in. */
+typedef struct thread_scratch {
+    float *keys;      /* [d + 2 n_tracked][64] */
+    float *values;    /* [64][d] */
+    float *q;         /* [ATTN_ROWS_MAX, d + 2 n_tracked] */
+    float *q_bias;    /* [ATTN_ROWS_MAX] */
+    float *row_max;   /* [ATTN_ROWS_MAX] */
+    float *row_sum;   /* [ATTN_ROWS_MAX] */
+    float *acc;       /* [ATTN_ROWS_MAX, d] */
+    float *out;       /* [ATTN_ROWS_MAX, d] */
+    float *logits;    /* [ATTN_ROWS_MAX, 64] */
+    uint64_t *far, *near; /* [ATTN_ROWS_MAX] masks */
+    float *rows;      /* [CODEC_LANES, d] */
+    float *rotated;   /* [CODEC_LANES, d] */
+} thread_scratch;
+
+typedef struct step_state {
+    bool active;
+    oscar_step in; /* strides filled in */
+    int32_t layer;
+    int32_t n_appends;
+    int32_t *append_token, *append_seq, *append_pos; /* [n_appends] grouped by sequence */
+    int32_t n_segments;
+    step_segment *segments;
+    int32_t *queries; /* [n_tokens] token indices grouped by first sequence */
+    int32_t n_blocks;
+    step_block *blocks;
+    int32_t n_items;       /* (block, split, head) */
+    int32_t *item_block;   /* [n_items / n_kv_heads] block of each (block, split) */
+    int32_t *item_split;
+    uint8_t *codes[2];     /* keys, values: [n_tokens, n_kv_heads, head_dim] */
+    uint16_t *params[2];   /* [n_tokens, n_kv_heads, n_groups, 2] */
+    uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, rotated residuals */
+    float *partial;        /* [n_partials][group rows][head_dim + 2] */
+    atomic_int next[4];    /* work counters of the phases */
+    atomic_int bad_token;  /* first token with NaN or infinity, or n_tokens */
+    spin_barrier barrier;
+} step_state;
+
+struct oscar_cache {
+    oscar_cache_options options; /* recent >= 1; pointers cleared */
+    int32_t baseline_kivi;       /* tokens a group of the KIVI baseline; 0: off */
+    int32_t n_layers;
+    cache_layer *layers;
+    int32_t n_ropes;
+    rope_table *ropes;
+    int32_t max_pages; /* page table entries of a sequence */
+    page_pool history, overlay;
+    bool has_overlay;
+    cache_seq *seqs;
+    int32_t *seq_scratch; /* [n_seqs_max] counters of step_prepare */
+    int32_t *seq_next;    /* [n_seqs_max] */
+    step_state step;
+    uint8_t *thread_memory; /* CACHE_MAX_THREADS pieces of thread_bytes */
+    size_t thread_bytes;
+    size_t scratch_bytes;
+    void *scratch; /* step arrays */
+    int32_t max_partials;
+    size_t partial_floats; /* floats of one partial */
+    int32_t max_items;
+    size_t max_head_dim, max_q_dim; /* over the layers */
+};
+
+/* Comparisons only (oscar eval): oscar_cache_create() with the KIVI quantiser, keys per channel over
+ * `group_tokens` tokens, values per token, 2 bits unless the options say otherwise. History is held
+ * as float32; oscar_cache_stats.history_bits says what it would take. */
+oscar_status cache_create_kivi(oscar_cache **out, const oscar_cache_options *options,
+                               int32_t group_tokens, oscar_error *error);
+
+/* The parts of a step, see step.c. */
+void step_append_phase(oscar_cache *cache, thread_scratch *scratch);
+void step_store_phase(oscar_cache *cache);
+void step_kivi_phase(oscar_cache *cache);
+void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
+void step_merge_phase(oscar_cache *cache, thread_scratch *scratch);
+/* The scratch of a thread for a layer. */
+thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
+
+/* Positions of page b that the query at t sees in BF16 and in the history. */
+void cache_masks(const oscar_cache *cache, const cache_seq *seq, int32_t window, int32_t b,
+                 int64_t t, uint64_t *far, uint64_t *near);
+
+static inline uint8_t *layer_history(const cache_layer *layer, uint8_t *page, int32_t head) {
+    return page + layer->history_offset + (size_t)head * layer->history_head_bytes;
+}
+static inline uint16_t *layer_overlay_keys(const cache_layer *layer, uint8_t *page, int32_t head) {
+    return (uint16_t *)(void *)(page + layer->overlay_offset +
+                                (size_t)head * layer->overlay_head_bytes);
+}
+static inline uint16_t *layer_overlay_values(const cache_layer *layer, uint8_t *page, int32_t head) {
+    return layer_overlay_keys(layer, page, head) + (size_t)layer->shape.head_dim * OSCAR_PAGE_TOKENS;
+}
+
+#endif
