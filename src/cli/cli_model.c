@@ -71,7 +71,7 @@ static int unknown_model(const char *model) {
 int cli_model_path(const char *model, char path[CLI_PATH_MAX]) {
     struct stat info;
     if (stat(model, &info) == 0) {
-        if (S_ISDIR(info.st_mode)) return cli_error("%s is a folder; expected a GGUF file", model);
+        if (S_ISDIR(info.st_mode)) return cli_error("%s is a folder; expected a file", model);
         if (!readable(model)) return cli_error("cannot read %s: %s", model, strerror(errno));
         return path_print(path, "%s", model);
     }

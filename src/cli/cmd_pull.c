@@ -60,7 +60,7 @@ static int pull(const cli_known_model *model, bool json) {
     char script[CLI_PATH_MAX], path[CLI_PATH_MAX], name[CLI_PATH_MAX];
     snprintf(name, sizeof name, "models/%s.gguf", model->name);
     int stop = cli_own_file(OSCAR_SOURCE_DIR "/scripts/pull_model.py",
-                            "share/oscar/pull_model.py", script);
+                            OSCAR_INSTALL_DATADIR "/oscar/pull_model.py", script);
     if (stop == CLI_CONTINUE) stop = make_models_folder();
     if (stop == CLI_CONTINUE) stop = cli_cache_folder(path, name);
     if (stop == CLI_CONTINUE) stop = run_script(script, model, path);
