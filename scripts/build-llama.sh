@@ -11,6 +11,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 . "$here/common.sh"
 
 version=0.3.36
+sha256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
 tag=1
 if [ -n "${OSCAR_LLAMA_DIR:-}" ]; then
     [ -e "$OSCAR_LLAMA_DIR/include/llama.h" ] ||
@@ -42,10 +43,12 @@ if [ ! -e "$out/source.complete" ]; then
     if [ ! -e "$tarball" ]; then
         say "fetching the source of llama.cpp (llama-cpp-python $version, 77 MB)"
         tmp=$(mktemp -d "$root/downloads/part.XXXXXX")
-        # pip prepares the metadata of a source package after fetching it, which takes a minute.
-        python3 -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+        # pip prepares the metadata of a source package after fetching it: a few seconds more.
+        python3 -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
             -d "$tmp" "llama-cpp-python==$version" >&2 ||
             die "could not fetch llama-cpp-python $version"
+        printf '%s  %s\n' "$sha256" "$(echo "$tmp"/*.tar.gz)" | sha256sum --check --status ||
+            die "llama-cpp-python $version: the package's SHA-256 is not the expected one"
         mv "$tmp"/*.tar.gz "$tarball"
         rmdir "$tmp"
     fi
