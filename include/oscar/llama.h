@@ -23,7 +23,7 @@
 #ifndef OSCAR_LLAMA_H
 #define OSCAR_LLAMA_H
 
-#include "llama.h"
+#include <llama.h>
 #include "oscar/oscar.h"
 
 #ifdef __cplusplus
