@@ -1,0 +1,393 @@
+/*
+ * attn_x86.h - the attention kernels of the AVX2 and AVX-512 files, in terms of a vector.
+ *
+ * The including file defines, before the include:
+ *   LANES                 floats in a vector: 8 or 16
+ *   vf, vi                vectors of floats and of 32-bit integers, and the operations below on them
+ *   ROWS_MAX              rows of a register block
+ *   panel_units(n_rows)   16-column units of a register block for a product of that many rows
+ *   GEMM_BLOCKS(X)        X(rows, vectors) for every register block there is
+ *   ATTN_X86_TABLE, ATTN_X86_NAME   what the table at the end is called
+ *
+ * Every product is one register-blocked kernel, C = A B or C = alpha C + A B. Each element of C is
+ * summed in rising k by fused multiply-adds whatever the block shape, so a row's result does not
+ * depend on how many rows go through together.
+ */
+#ifndef OSCAR_ATTN_X86_H
+#define OSCAR_ATTN_X86_H
+
+#include "attn/attn.h"
+
+#include <assert.h>
+#include <math.h>
+
+#define TILE 64
+#define UNIT_VECS (16 / LANES)
+#define TILE_VECS (TILE / LANES)
+#define INLINE static inline __attribute__((always_inline))
+/* Loops over registers must vanish; -O3 alone does not promise it. */
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* --- matrix products ------------------------------------------------------------------------ */
+
+typedef struct gemm {
+    int32_t n_k;
+    const float *a; /* [n_rows, n_k], stride a_stride */
+    int64_t a_stride;
+    const float *b; /* [n_k, n_columns], stride b_stride */
+    int64_t b_stride;
+    float *c; /* [n_rows, n_columns], stride c_stride */
+    int64_t c_stride;
+    const float *alpha; /* [n_rows] factors of the old C; NULL: C starts from zero */
+} gemm;
+
+/* One register block: n_rows x n_vecs vectors of C, both constants after inlining. */
+INLINE void gemm_block(const int n_rows, const int n_vecs, const gemm *g) {
+    vf acc[ROWS_MAX][4];
+    const float *a = g->a, *b = g->b;
+    int64_t a_stride = g->a_stride, b_stride = g->b_stride;
+    UNROLL for (int r = 0; r < n_rows; r++) {
+        UNROLL for (int v = 0; v < n_vecs; v++) {
+            acc[r][v] = vf_zero();
+            if (g->alpha)
+                acc[r][v] = vf_mul(vf_set1(g->alpha[r]),
+                                   vf_load(g->c + r * g->c_stride + v * LANES));
+        }
+    }
+    for (int32_t k = 0; k < g->n_k; k++, b += b_stride) {
+        vf bk[4];
+        UNROLL for (int v = 0; v < n_vecs; v++) bk[v] = vf_load(b + v * LANES);
+        UNROLL for (int r = 0; r < n_rows; r++) {
+            vf ak = vf_set1(a[r * a_stride + k]);
+            UNROLL for (int v = 0; v < n_vecs; v++) acc[r][v] = vf_fma(ak, bk[v], acc[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < n_rows; r++)
+        UNROLL for (int v = 0; v < n_vecs; v++)
+            vf_store(g->c + r * g->c_stride + v * LANES, acc[r][v]);
+}
+
+#define GEMM_BLOCK(rows, vecs)                                                                     \
+    static void gemm_##rows##x##vecs(const gemm *g) { gemm_block(rows, vecs, g); }
+GEMM_BLOCKS(GEMM_BLOCK)
+
+#define GEMM_ENTRY(rows, vecs) [rows - 1][(vecs) / UNIT_VECS - 1] = gemm_##rows##x##vecs,
+static void (*const gemm_kernels[ROWS_MAX][4 / UNIT_VECS])(const gemm *) = {
+    GEMM_BLOCKS(GEMM_ENTRY)};
+
+/* The whole product, n_columns a multiple of 16. Panels of columns outside, so that a panel of B
+ * stays in the nearest cache while all rows pass; rows in blocks of nearly equal height. */
+static void gemm_run(const gemm *whole, int32_t n_rows, int32_t n_columns) {
+    int32_t n_units = n_columns / 16, widest = panel_units(n_rows);
+    int32_t n_panels = (n_units + widest - 1) / widest;
+    int32_t n_blocks = (n_rows + ROWS_MAX - 1) / ROWS_MAX;
+    for (int32_t p = 0; p < n_panels; p++) {
+        int32_t unit = n_units * p / n_panels, units = n_units * (p + 1) / n_panels - unit;
+        for (int32_t i = 0; i < n_blocks; i++) {
+            int64_t row = (int64_t)n_rows * i / n_blocks;
+            int64_t rows = (int64_t)n_rows * (i + 1) / n_blocks - row;
+            gemm block = *whole;
+            block.a += row * block.a_stride;
+            block.b += unit * 16;
+            block.c += row * block.c_stride + unit * 16;
+            if (block.alpha) block.alpha += row;
+            gemm_kernels[rows - 1][units - 1](&block);
+        }
+    }
+}
+
+/* --- pages to floats ------------------------------------------------------------------------ */
+
+/* Codes of a block stay where they are in their word: code << k, k = 8 (j % 2) + 2 f within a
+ * 16-bit half, is converted as it is, and the step comes multiplied by 2^-k. That is exact and
+ * saves a shift per vector. */
+#define CODE_SHIFT(i) (8 * ((i) % 2) + 2 * ((i) / 4))
+
+/* The halves of the words of one block, second plane included. */
+typedef struct code_words {
+    vi low[2];
+    vi high[2];
+} code_words;
+
+/* high: the block of the second plane; its odd_half holds our 16 when it spans 32 (3 bits). */
+INLINE code_words load_words(const int bits, const uint8_t *low, const uint8_t *high, int odd_half) {
+    code_words w;
+    vi word = vi_load(low);
+    w.low[0] = word;
+    w.low[1] = vi_shr(word, 16);
+    w.high[0] = w.high[1] = word;
+    if (bits == 3) {
+        word = vi_shr(vi_load(high), 4 * odd_half);
+        w.high[0] = word;
+        w.high[1] = vi_shr(word, 16);
+    } else if (bits == 4) {
+        word = vi_load(high);
+        w.high[0] = vi_shl(word, 2);
+        w.high[1] = vi_shr(word, 14);
+    }
+    return w;
+}
+
+/* Code i = 4 f + j of every word, times 2^CODE_SHIFT(i), as floats. */
+INLINE vf code_floats(const int bits, const code_words *w, const int i) {
+    int half = i % 4 / 2, k = CODE_SHIFT(i);
+    vi code = vi_and(w->low[half], vi_set1(3 << k));
+    if (bits == 3)
+        code = vi_or(code, vi_and(vi_shl(w->high[half], i / 4 + 2), vi_set1(4 << k)));
+    else if (bits == 4)
+        code = vi_or(code, vi_and(w->high[half], vi_set1(12 << k)));
+    return vf_from_int(code);
+}
+
+static float exp2_negative(int k) { return bits_float((uint32_t)(127 - k) << 23); }
+
+/* Steps and offsets of LANES tokens of a group from `slot` on; zeros where they are not valid, so
+ * that whatever the codes are there comes out as zero. params: [2][64] fp16. */
+INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *step, vf *offset) {
+    uint32_t bits = (uint32_t)(valid >> slot) & ((1u << LANES) - 1);
+    *step = vf_keep(bits, vf_load_fp16(params + 2 * slot));
+    *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
+}
+
+/* Blocks [first, first + n) of one group for LANES tokens; low, high: their tile's blocks. */
+INLINE void unpack_key_group(const int bits, int first, int n, const uint8_t *low,
+                             const uint8_t *high, vf step, vf offset, float *keys) {
+    vf scaled[8];
+    UNROLL for (int k = 0; k < 8; k++) scaled[k] = vf_mul(step, vf_set1(exp2_negative(2 * k)));
+    for (int b = first; b < first + n; b++) {
+        int high_b = bits == 3 ? b / 2 : b;
+        code_words w = load_words(bits, low + 64 * b, high + 64 * high_b, b % 2);
+        float *out = keys + (int64_t)b * 16 * TILE;
+        UNROLL for (int i = 0; i < 16; i++)
+            vf_store(out + i * TILE,
+                     vf_fma(code_floats(bits, &w, i), scaled[CODE_SHIFT(i) / 2], offset));
+    }
+}
+
+INLINE void unpack_keys_bits(const int bits, const page_side *side, const uint8_t *page,
+                             uint64_t valid, float *keys) {
+    int n_blocks = side->head_dim / 16, group_blocks = side->group / 16;
+    int n_high = bits == 3 ? (n_blocks + 1) / 2 : n_blocks;
+    for (int slot = 0; slot < TILE; slot += LANES) {
+        int tile = slot / 16, lane = 4 * (slot % 16);
+        const uint8_t *low = page + tile * n_blocks * 64 + lane;
+        const uint8_t *high = page + side->high_offset + tile * n_high * 64 + lane;
+        for (int g = 0; g < side->n_groups; g++) {
+            vf step, offset;
+            load_params(page + side->params_offset + g * 256, slot, valid, &step, &offset);
+            unpack_key_group(bits, g * group_blocks, group_blocks, low, high, step, offset,
+                             keys + slot);
+        }
+    }
+}
+
+/* Scaled steps and offsets of the 16 tokens of a tile. */
+INLINE void tile_params(const uint8_t *params, int slot, uint64_t valid, float *scaled,
+                        float *offsets) {
+    static const float scales[16] = {1,        0x1p-8f,  1,        0x1p-8f,  0x1p-2f, 0x1p-10f,
+                                     0x1p-2f,  0x1p-10f, 0x1p-4f,  0x1p-12f, 0x1p-4f, 0x1p-12f,
+                                     0x1p-6f,  0x1p-14f, 0x1p-6f,  0x1p-14f}; /* 2^-CODE_SHIFT */
+    UNROLL for (int i = 0; i < 16; i += LANES) {
+        vf step, offset;
+        load_params(params, slot + i, valid, &step, &offset);
+        vf_store(scaled + i, vf_mul(step, vf_load(scales + i)));
+        vf_store(offsets + i, offset);
+    }
+}
+
+INLINE void unpack_values_bits(const int bits, const page_side *side, const uint8_t *page,
+                               uint64_t valid, float *values) {
+    int64_t d = side->head_dim;
+    int n_blocks = side->head_dim / 16, group_blocks = side->group / 16;
+    float scaled[16], offsets[16];
+    for (int tile = 0; tile < 4; tile++) {
+        int high_row = bits == 3 ? tile / 2 : tile;
+        for (int b = 0; b < n_blocks; b++) {
+            if (b % group_blocks == 0)
+                tile_params(page + side->params_offset + b / group_blocks * 256, 16 * tile, valid,
+                            scaled, offsets);
+            const uint8_t *low = page + (tile * n_blocks + b) * 64;
+            const uint8_t *high = page + side->high_offset + (high_row * n_blocks + b) * 64;
+            UNROLL for (int v = 0; v < UNIT_VECS; v++) {
+                code_words w = load_words(bits, low + 4 * LANES * v, high + 4 * LANES * v, tile % 2);
+                float *out = values + 16 * tile * d + 16 * b + LANES * v;
+                UNROLL for (int i = 0; i < 16; i++)
+                    vf_store(out + i * d, vf_fma(code_floats(bits, &w, i), vf_set1(scaled[i]),
+                                                 vf_set1(offsets[i])));
+            }
+        }
+    }
+}
+
+static void unpack_keys(const page_side *side, const uint8_t *page, uint64_t valid, float *keys) {
+    switch (side->bits) {
+    case 2: unpack_keys_bits(2, side, page, valid, keys); break;
+    case 3: unpack_keys_bits(3, side, page, valid, keys); break;
+    default: unpack_keys_bits(4, side, page, valid, keys); break;
+    }
+}
+
+static void unpack_values(const page_side *side, const uint8_t *page, uint64_t valid,
+                          float *values) {
+    switch (side->bits) {
+    case 2: unpack_values_bits(2, side, page, valid, values); break;
+    case 3: unpack_values_bits(3, side, page, valid, values); break;
+    default: unpack_values_bits(4, side, page, valid, values); break;
+    }
+}
+
+static void widen_keys(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys) {
+    for (int32_t c = 0; c < head_dim; c++)
+        for (int t = 0; t < TILE; t += LANES)
+            vf_store(keys + c * TILE + t, vf_keep((uint32_t)(valid >> t) & ((1u << LANES) - 1),
+                                                  vf_load_bf16(page + c * TILE + t)));
+}
+
+static void widen_values(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values) {
+    for (int t = 0; t < TILE; t++, page += head_dim, values += head_dim)
+        for (int32_t c = 0; c < head_dim; c += LANES)
+            vf_store(values + c, valid >> t & 1 ? vf_load_bf16(page + c) : vf_zero());
+}
+
+/* --- softmax -------------------------------------------------------------------------------- */
+
+/* exp(x) for x <= 0, -inf included, relative error below 2e-7; zero below e^-87.3, where floats end.
+ * x = n ln 2 + r; coefficients interpolate (e^r - 1 - r) / r^2 at Chebyshev nodes. */
+INLINE vf vf_exp(vf x) {
+    vf least = vf_set1(-87.3f), clamped = vf_max(x, least);
+    vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
+    vf r = vf_fma(n, vf_set1(-0.693359375f), clamped); /* ln 2 in two parts, the first exact */
+    r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+    vf p = vf_set1(0.00139262131f);
+    p = vf_fma(p, r, vf_set1(0.00836320315f));
+    p = vf_fma(p, r, vf_set1(0.0416665561f));
+    p = vf_fma(p, r, vf_set1(0.166665763f));
+    p = vf_fma(p, r, vf_set1(0.5f));
+    p = vf_fma(vf_mul(p, r), r, vf_add(r, vf_set1(1.0f)));
+    return vf_where_less(x, least, vf_zero(), vf_times_pow2(p, n));
+}
+
+/* tanh, absolute error below 1e-7: an odd polynomial near zero, where the quotient cancels. */
+INLINE vf vf_tanh(vf x) {
+    vf a = vf_abs(x), z = vf_mul(x, x), one = vf_set1(1.0f);
+    vf e = vf_exp(vf_mul(a, vf_set1(-2.0f)));
+    vf far = vf_div(vf_sub(one, e), vf_add(one, e));
+    vf p = vf_set1(-0.0060945549f);
+    p = vf_fma(p, z, vf_set1(0.0209956951f));
+    p = vf_fma(p, z, vf_set1(-0.0538505949f));
+    p = vf_fma(p, z, vf_set1(0.133327678f));
+    p = vf_fma(p, z, vf_set1(-0.333333284f));
+    vf near = vf_fma(vf_mul(p, z), a, a);
+    return vf_copysign(vf_where_less(a, vf_set1(0.625f), near, far), x);
+}
+
+/* Products of row r to weights relative to its new maximum, in place; returns the factor of all
+ * that was summed before. The maximum starts at -inf: never subtract it from itself. */
+INLINE float row_softmax(attn_rows *rows, int r, uint64_t mask) {
+    float *logits = rows->logits + (int64_t)r * TILE;
+    vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r]), scale = vf_set1(rows->logit_scale);
+    vf top = vf_set1(-INFINITY), sum = vf_zero();
+    float cap = rows->logit_softcap;
+    UNROLL for (int v = 0; v < TILE_VECS; v++)
+        x[v] = vf_mul(vf_add(vf_load(logits + v * LANES), bias), scale);
+    if (cap > 0.0f)
+        for (int v = 0; v < TILE_VECS; v++)
+            x[v] = vf_mul(vf_set1(cap), vf_tanh(vf_div(x[v], vf_set1(cap))));
+    if (mask != UINT64_MAX)
+        for (int v = 0; v < TILE_VECS; v++)
+            x[v] = vf_hide((uint32_t)(mask >> (v * LANES)) & ((1u << LANES) - 1), x[v]);
+    UNROLL for (int v = 0; v < TILE_VECS; v++) top = vf_max(top, x[v]);
+    float before = rows->row_max[r], now = vf_top(top);
+    if (before > now) now = before;
+    float base = now > -INFINITY ? now : 0.0f;
+    UNROLL for (int v = 0; v < TILE_VECS; v++) {
+        x[v] = vf_exp(vf_sub(x[v], vf_set1(base)));
+        vf_store(logits + v * LANES, x[v]);
+        sum = vf_add(sum, x[v]);
+    }
+    float alpha = before == now ? 1.0f : vf_first(vf_exp(vf_set1(before - base)));
+    rows->row_max[r] = now;
+    rows->row_sum[r] = rows->row_sum[r] * alpha + vf_sum(sum);
+    return alpha;
+}
+
+/* A run of rows that all see something of the tile. */
+static void tile_run(attn_rows *rows, int first, int n, const float *keys, const float *values,
+                     const uint64_t *masks) {
+    float alpha[ATTN_ROWS_MAX];
+    int64_t d = rows->head_dim, q_dim = rows->q_dim;
+    float *logits = rows->logits + (int64_t)first * TILE;
+    gemm scores = {rows->q_dim, rows->q + first * q_dim, q_dim, keys, TILE, logits, TILE, NULL};
+    gemm_run(&scores, n, TILE);
+    for (int r = 0; r < n; r++) alpha[r] = row_softmax(rows, first + r, masks[first + r]);
+    gemm output = {TILE, logits, TILE, values, d, rows->acc + first * d, d, alpha};
+    gemm_run(&output, n, rows->head_dim);
+}
+
+static void tile(attn_rows *rows, const float *keys, const float *values, const uint64_t *masks) {
+    assert(rows->n_rows <= ATTN_ROWS_MAX);
+    for (int r = 0; r < rows->n_rows;) {
+        int end = r;
+        while (end < rows->n_rows && masks[end] != 0) end++;
+        if (end > r) tile_run(rows, r, end - r, keys, values, masks);
+        r = end + 1;
+    }
+}
+
+/* --- rotations ------------------------------------------------------------------------------ */
+
+static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
+                   int64_t x_stride, float *y, int64_t y_stride) {
+    gemm g = {head_dim, x, x_stride, u, head_dim, y, y_stride, NULL};
+    gemm_run(&g, n_rows, head_dim);
+}
+
+/* out[c][r] = in[r][c] for an 8 x 8 block. */
+INLINE void transpose_8x8(const float *in, int64_t in_stride, float *out, int64_t out_stride) {
+    __m256 pair[8], quad[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        __m256 a = _mm256_loadu_ps(in + i * in_stride), b = _mm256_loadu_ps(in + (i + 1) * in_stride);
+        pair[i] = _mm256_unpacklo_ps(a, b);
+        pair[i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        UNROLL for (int h = 0; h < 2; h++) {
+            quad[i + 2 * h] = _mm256_shuffle_ps(pair[i + h], pair[i + h + 2], 0x44);
+            quad[i + 2 * h + 1] = _mm256_shuffle_ps(pair[i + h], pair[i + h + 2], 0xee);
+        }
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(out + i * out_stride, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20));
+        _mm256_storeu_ps(out + (i + 4) * out_stride,
+                         _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31));
+    }
+}
+
+/* U^T is made 32 columns at a time, which is what a register block takes. */
+static void rotate_back(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
+                        int64_t x_stride, float *y, int64_t y_stride) {
+    float columns[OSCAR_MAX_HEAD_DIM * 32]; /* [head_dim, width] */
+    assert(head_dim <= OSCAR_MAX_HEAD_DIM);
+    for (int32_t j = 0; j < head_dim; j += 32) {
+        int32_t width = head_dim - j < 32 ? head_dim - j : 32;
+        for (int32_t jj = 0; jj < width; jj += 8)
+            for (int32_t i = 0; i < head_dim; i += 8)
+                transpose_8x8(u + (int64_t)(j + jj) * head_dim + i, head_dim,
+                              columns + i * width + jj, width);
+        gemm g = {head_dim, x, x_stride, columns, width, y + j, y_stride, NULL};
+        gemm_run(&g, n_rows, width);
+    }
+}
+
+const attn_ops ATTN_X86_TABLE = {
+    .name = ATTN_X86_NAME,
+    .unpack_keys = unpack_keys,
+    .unpack_values = unpack_values,
+    .widen_keys = widen_keys,
+    .widen_values = widen_values,
+    .tile = tile,
+    .rotate = rotate,
+    .rotate_back = rotate_back,
+};
+
+#endif
