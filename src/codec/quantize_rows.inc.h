@@ -32,6 +32,8 @@ typedef struct row_scratch {
     _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] a product with B or U */
     _Alignas(64) float step[CODEC_MAX_GROUPS * CODEC_LANES];    /* [n_groups][16] fp16 values */
     _Alignas(64) float offset[CODEC_MAX_GROUPS * CODEC_LANES];  /* [n_groups][16] fp16 values */
+    float ones[CODEC_MAX_GROUPS * OSCAR_MAX_HEAD_DIM]; /* [n_groups][d] 1_g B, 1_g: ones over group g */
+    float ones_ones[CODEC_MAX_GROUPS];                 /* <1_g, 1_g>_M */
 } row_scratch;
 
 #define AT(array, j) ((array) + (size_t)(j) * CODEC_LANES)
@@ -72,7 +74,7 @@ static inline lanes code_top(int32_t bits) {
 }
 
 /* The n_top largest |x| of a group, falling, by insertion into top [n_top][16]. */
-static void largest_magnitudes(int32_t group, const float *x, int32_t n_top, float *top) {
+static __attribute__((noinline)) void largest_magnitudes(int32_t group, const float *x, int32_t n_top, float *top) {
     for (int32_t t = 0; t < n_top; t++) lanes_store(AT(top, t), lanes_set1(0));
     for (int32_t j = 0; j < group; j++) {
         lanes v = lanes_abs(lanes_load(AT(x, j)));
@@ -90,6 +92,15 @@ static int32_t rank_from_top(int32_t group, float clip) {
     return group - 1 - (rank < group - 1 ? rank : group - 1);
 }
 
+static inline void range_of_group(int32_t group, const float *x, lanes *low, lanes *high) {
+    *low = *high = lanes_load(x);
+    for (int32_t j = 1; j < group; j++) {
+        const lanes v = lanes_load(AT(x, j));
+        *low = lanes_min(*low, v);
+        *high = lanes_max(*high, v);
+    }
+}
+
 /* Start values from the range, as min-max of the row clamped to +-limit: clamping is monotone. */
 static inline void range_params(lanes low, lanes high, lanes limit, float inv_levels, lanes *step,
                                 lanes *offset) {
@@ -101,7 +112,7 @@ static inline void range_params(lanes low, lanes high, lanes limit, float inv_le
 }
 
 /* One round: codes for (step, offset), then the least-squares step and offset for the codes. */
-static void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
+static __attribute__((noinline)) void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
                                 lanes *offset) {
     const lanes inv = reciprocal_step(*step), top = code_top(bits), half = lanes_set1(0.5f);
     const lanes m = *offset;
@@ -125,7 +136,7 @@ static void least_squares_round(int32_t group, int32_t bits, const float *x, lan
     *offset = lanes_select(ok, lanes_add(m, dm), m);
 }
 
-static lanes squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
+static __attribute__((noinline)) lanes squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
     const lanes inv = reciprocal_step(step), top = code_top(bits), half = lanes_set1(0.5f);
     lanes sum = lanes_set1(0);
     for (int32_t j = 0; j < group; j++) {
@@ -139,9 +150,9 @@ static lanes squared_error(int32_t group, int32_t bits, const float *x, lanes st
 
 /* Step and offset of one group by least squares: several starts, rounds of rounding and refitting,
  * the best by squared error of what will be stored. x: [group][16]. */
-static void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
+static __attribute__((noinline)) void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
                                  float *offset_out) {
-    /* Two levels have long tails to cut at 2 bits, hardly any beyond. */
+    /* With four levels cutting the tail pays, with more hardly. */
     const float clips[2][2] = {{0.96f, 0.88f}, {0.98f, 0.98f}};
     const float *clip = clips[bits > 2];
     const int n_starts = bits == 2 ? 3 : 2;
@@ -149,12 +160,8 @@ static void least_squares_params(int32_t group, int32_t bits, const float *x, fl
     const int32_t n_top = rank_from_top(group, clip[1]) + 1;
     largest_magnitudes(group, x, n_top, top_x);
 
-    lanes low = lanes_load(x), high = low;
-    for (int32_t j = 1; j < group; j++) {
-        const lanes v = lanes_load(AT(x, j));
-        low = lanes_min(low, v);
-        high = lanes_max(high, v);
-    }
+    lanes low, high;
+    range_of_group(group, x, &low, &high);
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
     lanes best_step = lanes_set1(0), best_offset = best_step, best_error = best_step;
     for (int start = 0; start < n_starts; start++) {
@@ -180,12 +187,8 @@ static void clip_params(const row_codec *codec, const float *x, float *step_out,
     _Alignas(64) float top_x[128 * CODEC_LANES];
     const int32_t t = rank_from_top(codec->group, codec->clip);
     largest_magnitudes(codec->group, x, t + 1, top_x);
-    lanes low = lanes_load(x), high = low, step, offset;
-    for (int32_t j = 1; j < codec->group; j++) {
-        const lanes v = lanes_load(AT(x, j));
-        low = lanes_min(low, v);
-        high = lanes_max(high, v);
-    }
+    lanes low, high, step, offset;
+    range_of_group(codec->group, x, &low, &high);
     range_params(low, high, lanes_load(AT(top_x, t)), 1.0f / (float)((1 << codec->bits) - 1), &step, &offset);
     lanes_store(step_out, lanes_fp16(step));
     lanes_store(offset_out, lanes_fp16(offset));
@@ -206,7 +209,7 @@ static void round_plain(const row_codec *codec, row_scratch *s) {
  * t_j = x_j - sum_{i > j} e_i B_ij is rounded, e_j = x^_j - x_j. Blocked by columns so that the sums
  * stay in registers; within a column the order is i falling, whatever the block.
  * What is left over is the residual in the basis of B for nothing: ((x - x^) B)_j = t_j - x^_j. */
-static void round_ldlq(const row_codec *codec, row_scratch *s) {
+static __attribute__((noinline)) void round_ldlq(const row_codec *codec, row_scratch *s) {
     const int32_t d = codec->head_dim;
     const lanes top = code_top(codec->bits);
     for (int32_t j = d - LANES_BLOCK; j >= 0; j -= LANES_BLOCK) {
@@ -238,17 +241,28 @@ static void round_ldlq(const row_codec *codec, row_scratch *s) {
     }
 }
 
+/* The part of the refits that is the same for every row. */
+static __attribute__((noinline)) void prepare_refits(const row_codec *codec, row_scratch *s) {
+    const int32_t d = codec->head_dim;
+    for (int32_t g = 0; g < d / codec->group; g++) {
+        float *ones = s->ones + (size_t)g * d, sum = 0;
+        const int32_t i0 = g * codec->group, i1 = i0 + codec->group;
+        for (int32_t j = 0; j < i1; j++) ones[j] = 0;
+        for (int32_t i = i0; i < i1; i++) {
+            const float *row = codec->metric_b + (size_t)i * d;
+            for (int32_t j = 0; j < i1; j++) ones[j] += row[j];
+        }
+        for (int32_t j = 0; j < i1; j++) sum += codec->metric_d[j] * ones[j] * ones[j];
+        s->ones_ones[g] = sum;
+    }
+}
+
 /* Refits step and offset of one group in M, given its codes, against the residual r = (x - x^) B,
  * and brings r up to date. */
-static void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
+static __attribute__((noinline)) void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
     const int32_t d = codec->head_dim, i0 = g * codec->group, i1 = i0 + codec->group;
-    /* ones B over the group's channels: the same for every row */
-    float ones[OSCAR_MAX_HEAD_DIM];
-    for (int32_t j = 0; j < i1; j++) ones[j] = 0;
-    for (int32_t i = i0; i < i1; i++)
-        for (int32_t j = 0; j <= i; j++) ones[j] += codec->metric_b[(size_t)i * d + j];
-    float ones_ones = 0;
-    for (int32_t j = 0; j < i1; j++) ones_ones += codec->metric_d[j] * ones[j] * ones[j];
+    const float *ones = s->ones + (size_t)g * d;
+    const float ones_ones = s->ones_ones[g];
 
     lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
     lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
@@ -283,7 +297,7 @@ static void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
 
 /* Scales step and offset by <x, x>_M / <x^, x>_M, so that the stored row keeps the length of the
  * true one along itself. have_r: s->r already holds (x - x^) B. */
-static void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
+static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     const float *y = s->x; /* x B */
     if (!have_r) {
@@ -317,7 +331,7 @@ static void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
 }
 
 /* Rows to lanes, turned by U; lanes with NaN or infinity are zeroed and their bits returned. */
-static uint32_t load_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride,
+static __attribute__((noinline)) uint32_t load_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride,
                           row_scratch *s) {
     const int32_t d = codec->head_dim;
     float *in = codec->rotation ? s->w : s->x;
@@ -337,7 +351,7 @@ static uint32_t load_rows(const row_codec *codec, int n_rows, const float *x, in
     return ~good & ((1u << n_rows) - 1);
 }
 
-static void store_rows(const row_codec *codec, int n_rows, const row_scratch *s, uint8_t *codes,
+static __attribute__((noinline)) void store_rows(const row_codec *codec, int n_rows, const row_scratch *s, uint8_t *codes,
                        uint16_t *params) {
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     for (int l = 0; l < n_rows; l++) {
@@ -370,6 +384,7 @@ static uint32_t quantize_rows_lanes(const row_codec *codec, int n_rows, const fl
     }
     const bool ldlq = codec->ldlq && codec->metric_b && codec->recipe == OSCAR_RECIPE_DEFAULT;
     if (ldlq) {
+        prepare_refits(codec, &s);
         for (int round = 0; round < LDLQ_REFITS; round++) {
             round_ldlq(codec, &s);
             for (int32_t g = 0; g < n_groups; g++) refit_group(codec, &s, g);
