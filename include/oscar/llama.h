@@ -41,6 +41,9 @@ typedef struct oscar_llama_options {
     int32_t bits_k, bits_v;        /* 0: as the rotations say */
     int32_t baseline;              /* oscar_llama_baseline: comparisons only */
     int64_t kv_memory_bytes;       /* pool size; 0: from n_ctx and n_seq_max */
+    void (*log)(void *user, const char *line); /* what the layer has to say, a line at a time,
+                                                  without a newline; NULL: silent */
+    void *log_user;
 } oscar_llama_options;
 
 /* Quantisers of other papers that are no oscar_recipe, simulated in float32 by `oscar eval`. */
@@ -50,7 +53,8 @@ typedef enum oscar_llama_baseline {
 } oscar_llama_baseline;
 
 #define OSCAR_LLAMA_OPTIONS_INIT                                                                   \
-    {sizeof(oscar_llama_options), OSCAR_KV_INT2, NULL, NULL, 64, 256, 64, 0, 0, 0, 0}
+    {sizeof(oscar_llama_options), OSCAR_KV_INT2, NULL, NULL, 64, 256, 64, 0, 0, 0, 0, NULL,   \
+     NULL}
 
 /* Checks the model, reads the rotations, and edits *params so that the context made from them runs
  * on this layer: n_ctx becomes the inner size, flash attention, a unified f16 inner cache and the
@@ -67,7 +71,9 @@ OSCAR_API oscar_status oscar_llama_attach(oscar_llama *layer, struct llama_conte
 OSCAR_API void oscar_llama_free(oscar_llama *layer); /* NULL is allowed */
 
 /* In place of llama_decode(): 0 on success, 1 when there is no room for the batch (nothing is
- * changed), 2 aborted, negative on errors, details in oscar_llama_last_error(). */
+ * changed), 2 aborted, -1 when the batch is not valid (each sequence's positions must go on from
+ * what it holds; nothing is changed), below on other errors; details in oscar_llama_last_error().
+ * After 2 and below -1 the micro-batches that were computed stay, as in llama.cpp. */
 OSCAR_API int32_t oscar_llama_decode(oscar_llama *layer, struct llama_batch batch);
 OSCAR_API const oscar_error *oscar_llama_last_error(const oscar_llama *layer);
 
@@ -75,7 +81,9 @@ OSCAR_API const oscar_error *oscar_llama_last_error(const oscar_llama *layer);
 OSCAR_API uint32_t oscar_llama_n_ctx(const oscar_llama *layer);
 OSCAR_API uint32_t oscar_llama_n_ctx_seq(const oscar_llama *layer);
 
-/* In place of llama_memory_*(), with the same meaning of arguments and results. */
+/* In place of llama_memory_*(), with the same meaning of arguments and results. A sequence is always
+ * the tokens [0, n): removing from its middle returns false and changes nothing, copies begin at 0
+ * and replace what the destination held. */
 OSCAR_API void oscar_llama_memory_clear(oscar_llama *layer);
 OSCAR_API bool oscar_llama_memory_seq_rm(oscar_llama *layer, llama_seq_id seq, llama_pos p0, llama_pos p1);
 OSCAR_API void oscar_llama_memory_seq_cp(oscar_llama *layer, llama_seq_id src, llama_seq_id dst,
@@ -89,6 +97,12 @@ OSCAR_API oscar_cache *oscar_llama_cache(oscar_llama *layer);
 /* What the layer found in the model's graph; valid after the first decode. *n_layers receives the
  * number of attention layers. */
 OSCAR_API const oscar_layer *oscar_llama_layers(const oscar_llama *layer, int32_t *n_layers);
+
+/* A line that says which weights a model has, whatever their quantisation: architecture, name,
+ * parameters, layers, width, vocabulary. `oscar calibrate` stores it in the rotations' metadata as
+ * "model_fingerprint", and oscar_llama_prepare() compares it. Errors: ARGUMENT (size too small). */
+#define OSCAR_LLAMA_FINGERPRINT_SIZE 320
+OSCAR_API oscar_status oscar_llama_fingerprint(const struct llama_model *model, char *out, size_t size);
 
 /* Called after each layer's attention with its inputs and output, from one thread, while the graph
  * is computed. For calibration. NULL turns it off. */

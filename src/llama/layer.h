@@ -1,0 +1,133 @@
+/*
+ * layer.h - the inside of the layer under llama.cpp.
+ *
+ * A call (one llama_decode()) goes through the files in this order: batch.c checks positions and
+ * reserves room, probe.c finds the model's attention layers (first call only), the inner
+ * llama_decode() computes the graph, hook.c answers its attention nodes from the cache, batch.c
+ * counts the tokens in. memory.c and state.c act between calls.
+ */
+#ifndef OSCAR_LLAMA_LAYER_H
+#define OSCAR_LLAMA_LAYER_H
+
+#include "base/base.h"
+#include "oscar/llama.h"
+
+/* The libllama that graph shapes, tensor names and batch rules were checked with. */
+#define LLAMA_VERSION_CHECKED "0.5.0"
+
+/* The functions of libllama that the preloaded library replaces and this layer needs as they are.
+ * Linked programs use libllama's own; the preloaded library fills the table before main(). */
+typedef struct inner_api {
+    int32_t (*decode)(struct llama_context *, struct llama_batch);
+    void (*memory_clear)(llama_memory_t, bool);
+    bool (*memory_seq_rm)(llama_memory_t, llama_seq_id, llama_pos, llama_pos);
+    void (*memory_seq_cp)(llama_memory_t, llama_seq_id, llama_seq_id, llama_pos, llama_pos);
+    int32_t (*model_n_swa)(const struct llama_model *);
+} inner_api;
+extern inner_api inner;
+
+/* One attention layer of the graph, and the user data of its custom nodes. */
+typedef struct hook_layer {
+    oscar_llama *owner;
+    int32_t index;       /* in the cache */
+    int32_t model_layer; /* as llama.cpp counts */
+    float scale, softcap; /* of the attention node, read before it was turned */
+    int32_t op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; /* of our custom node */
+    oscar_step step;
+    bool go; /* set by thread 0 between two barriers: the step is prepared */
+} hook_layer;
+
+/* The tokens of one llama_decode(). */
+typedef struct call_state {
+    bool active;
+    int32_t n_tokens;
+    int32_t n_seqs;     /* entries of seqs */
+    int32_t capacity;   /* tokens */
+    int32_t seq_capacity;
+    bool single;        /* one sequence a token */
+    int32_t *positions; /* [n_tokens] */
+    int32_t *offsets;   /* [n_tokens + 1] into seqs */
+    int32_t *seqs;      /* [n_seqs] */
+    int32_t *new_tokens;  /* [n_seq_max] tokens that this call adds */
+    int32_t base;       /* first token of the micro-batch in flight */
+    int32_t chunk;      /* its tokens; 0 before its first layer */
+    int32_t n_done;     /* layers that have run it */
+    uint8_t *done;      /* [n_layers] whether this one has */
+} call_state;
+
+struct probe;
+
+struct oscar_llama {
+    const struct llama_model *model;
+    struct llama_context *ctx; /* NULL until attached */
+    llama_memory_t memory;
+    oscar_llama_options options; /* rotations_path cleared */
+    const oscar_rotations *rotations;
+    oscar_rotations *owned_rotations;
+    uint32_t n_ctx, n_ctx_seq, n_seq_max; /* what the caller asked for, rounded as llama.cpp does */
+    ggml_backend_sched_eval_callback user_callback;
+    void *user_callback_data;
+    struct probe *probe; /* while probing */
+    bool refused;        /* the first call found something unsupported; error says what */
+    int32_t n_layers;
+    oscar_layer *shapes; /* [n_layers] */
+    hook_layer *hooks;   /* [n_layers] */
+    int32_t hook_of[OSCAR_MAX_LAYERS]; /* model layer -> index, or -1 */
+    oscar_cache *cache;
+    call_state call;
+    spin_barrier barrier; /* of the threads in a custom node */
+    bool failed;          /* a node of this call failed; written by thread 0 between barriers */
+    bool told_rollback;
+    oscar_error error;
+    oscar_llama_observer observer;
+    void *observer_data;
+    oscar_llama *next; /* in the table of contexts */
+};
+
+/* layer.c */
+oscar_llama *layer_of_context(const struct llama_context *ctx); /* NULL: not ours */
+oscar_llama *layer_of_memory(llama_memory_t memory);
+oscar_llama *layer_of_model(const struct llama_model *model);
+oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error);
+void layer_log(const oscar_llama *layer, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* model.c: what can be told from the model alone. */
+oscar_status model_check(const struct llama_model *model, oscar_error *error);
+oscar_status model_check_params(const struct llama_context_params *params, oscar_error *error);
+/* The rotations against the model's metadata, and against the layers that the probe found. */
+oscar_status model_check_fingerprint(const struct llama_model *model,
+                                     const oscar_rotations *rotations, oscar_error *error);
+oscar_status model_check_rotations(const oscar_layer *layers, int32_t n_layers,
+                                   const oscar_rotations *rotations, oscar_error *error);
+
+/* probe.c: fills shapes, hooks and hook_of. */
+oscar_status probe_run(oscar_llama *layer, oscar_error *error);
+void probe_see(oscar_llama *layer, struct ggml_tensor *node);
+/* N of a view of "cache_k_l<N>"; -1 when the tensor is none. */
+int32_t probe_cache_layer(const struct ggml_tensor *tensor);
+/* What a ROPE node does to a row; OSCAR_ERROR_UNSUPPORTED for M-RoPE and context-dependent factors. */
+oscar_status probe_read_rope(const struct ggml_tensor *node, oscar_rope *rope, oscar_error *error);
+
+/* hook.c */
+bool hook_callback(struct ggml_tensor *node, bool ask, void *layer);
+bool hook_init(hook_layer *hook, oscar_error *error);
+
+/* batch.c: call_clear, call_add for every token, call_begin, the inner call, call_end. */
+void call_clear(oscar_llama *layer);
+bool call_add(oscar_llama *layer, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs);
+/* The position that follows what the sequence holds and what the call has added to it. */
+llama_pos call_next_position(const oscar_llama *layer, llama_seq_id seq);
+int32_t call_begin(oscar_llama *layer); /* 0, or what llama_decode() is to return */
+int32_t call_end(oscar_llama *layer, int32_t result);
+void call_free(call_state *call);
+/* After a layer has run the micro-batch in flight. */
+oscar_status call_layer_done(oscar_llama *layer, int32_t index, oscar_error *error);
+
+/* memory.c */
+void memory_refuse(oscar_llama *layer, const char *function);
+
+/* state.c */
+size_t state_size(oscar_llama *layer);
+size_t state_refuse(oscar_llama *layer, const char *function);
+
+#endif
