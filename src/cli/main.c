@@ -15,9 +15,11 @@ typedef struct command {
 
 static const command commands[] = {
     {"pull", cmd_pull, "fetch a model by name"},
+    {"calibrate", cmd_calibrate, "fit the rotations of a model's 2-bit cache"},
     {"run", cmd_run, "chat with a model, or complete a prompt (llama-cli)"},
     {"serve", cmd_serve, "serve a model over HTTP (llama-server)"},
     {"wrap", cmd_wrap, "run any llama.cpp program on the 2-bit cache"},
+    {"eval", cmd_eval, "measure what methods cost: KL, perplexity, bits"},
     {"inspect", cmd_inspect, "say what is in a rotation file or a model"},
 };
 
