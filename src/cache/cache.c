@@ -226,11 +226,16 @@ static bool make_layers(oscar_cache *cache, const oscar_cache_options *o, size_t
             layer->fit = &o->rotations->layers[i];
             layer->n_tracked = layer->fit->n_tracked;
         }
-        if (!layer_rope(cache, layer) || !layer_bias_table(cache, layer) ||
-            !layer_codecs(o, layer, cache->baseline_kivi != 0))
-            return false;
+        if (!layer_codecs(o, layer, cache->baseline_kivi != 0)) return false;
         layer_layout(cache, layer, history, overlay);
     }
+    return true;
+}
+
+/* After the pools: a context that does not fit is refused before its tables are computed. */
+static bool make_tables(oscar_cache *cache) {
+    for (int32_t i = 0; i < cache->n_layers; i++)
+        if (!layer_rope(cache, &cache->layers[i]) || !layer_bias_table(cache, &cache->layers[i])) return false;
     return true;
 }
 
@@ -375,9 +380,11 @@ static oscar_status create(oscar_cache **out, const oscar_cache_options *o, int3
     cache->has_overlay = o->kv_type == OSCAR_KV_INT2 || kivi_group;
     cache->max_pages = pages_for(o->n_tokens_max);
     size_t history_bytes = 0, overlay_bytes = 0;
-    if (!make_layers(cache, o, &history_bytes, &overlay_bytes) || !make_scratch(cache))
-        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's tables");
+    if (!make_layers(cache, o, &history_bytes, &overlay_bytes))
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's layers");
     if (!status) status = make_pools(cache, history_bytes, overlay_bytes, error);
+    if (!status && (!make_tables(cache) || !make_scratch(cache)))
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's tables");
     if (status) {
         oscar_cache_free(cache);
         return status;
