@@ -56,7 +56,7 @@ OSCAR_API oscar_status oscar_zoo_open(oscar_zoo_file **out, const char *path, os
 OSCAR_API void oscar_zoo_free(oscar_zoo_file *file); /* NULL is allowed */
 
 OSCAR_API int32_t oscar_zoo_get_format(const oscar_zoo_file *file); /* oscar_zoo_format */
-/* The format_version of a .pt (1: a matrix a layer; 2: means and projections as well) or of a
+/* The format_version of a .pt (1: rotations alone; 2 and 3: means and companions as well) or of a
  * rotation file of ours, the GGUF version; 0 where there is none. */
 OSCAR_API int32_t oscar_zoo_get_version(const oscar_zoo_file *file);
 /* Layers that have a rotation; their ids need not be contiguous. */
@@ -65,7 +65,7 @@ OSCAR_API int32_t oscar_zoo_n_tensors(const oscar_zoo_file *file);
 /* ARGUMENT when index is out of range. */
 OSCAR_API oscar_status oscar_zoo_get_tensor(const oscar_zoo_file *file, int32_t index,
                                             oscar_zoo_tensor *out);
-/* Metadata pairs in the file's order ("objective", "source_grouping" of a .pt, "model", ... of
+/* Metadata pairs as text ("objective", "source_grouping" of a .pt, "model", ... of
  * ours). NULL when index is out of range. */
 OSCAR_API int32_t oscar_zoo_n_metadata(const oscar_zoo_file *file);
 OSCAR_API const char *oscar_zoo_metadata_key(const oscar_zoo_file *file, int32_t index);
@@ -76,17 +76,17 @@ OSCAR_API const char *oscar_zoo_metadata_value(const oscar_zoo_file *file, int32
  * [d, d] matrix serves every KV head. `layers` [n_layers] is the model's geometry; layer i takes
  * the file's layer id i. NULL for a side: no rotation there.
  * Errors: ARGUMENT, MISMATCH (a layer is missing, other head_dim or number of heads; the message
- * names layer, found and expected), UNSUPPORTED (a file of our own format: load it instead). */
+ * names layer, found and expected), UNSUPPORTED (a safetensors file: load it instead; a rotation
+ * that is not orthogonal, which versions 2 and 3 of the .pt format allow). */
 OSCAR_API oscar_status oscar_zoo_to_rotations(oscar_rotations **out, const oscar_zoo_file *k,
                                               const oscar_zoo_file *v, const oscar_layer *layers,
                                               int32_t n_layers, oscar_error *error);
 
-/* Writes one side of `rotations` as a RotationZoo file that torch.load reads, atomically. Version
- * 1 where all heads of every layer share one matrix ([d, d] a layer) or none is asked for:
- * [H, d, d] a layer. What the format cannot express (means, metric, bits) is left out, so this is
- * refused for recipes other than OSCAR_RECIPE_ZOO unless `lossy` is set. eigenvalues, which we do
- * not keep, are written as zeros [d].
- * Errors: ARGUMENT, MISMATCH (a recipe that would be lost), IO, MEMORY. */
+/* Writes one side of `rotations` as a RotationZoo file that torch.load reads, atomically: [d, d] for
+ * a layer whose heads all share one matrix, else [H, d, d]; k_mean where there is one (the file's
+ * format_version is then 2, else 1). No eigenvalues: they are not kept. What the format has no
+ * field for (recipe, bits, tracked and value means, metric) is a MISMATCH unless `lossy` is set.
+ * Errors: ARGUMENT, MISMATCH, UNSUPPORTED (beyond 4 GiB), IO, MEMORY. */
 OSCAR_API oscar_status oscar_zoo_write_pt(const oscar_rotations *rotations, int32_t side,
                                           bool lossy, const char *path, oscar_error *error);
 

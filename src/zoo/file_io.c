@@ -232,3 +232,29 @@ size_t first_not_finite(const float *values, size_t n) {
         if ((float_bits(values[i]) & 0x7f800000u) == 0x7f800000u) return i;
     return n;
 }
+
+/* Geometric growth keeps an array in proportion to the input that fills it. */
+bool array_grow(void **array, size_t count, size_t *capacity, size_t element_bytes) {
+    if (count < *capacity) return true;
+    size_t larger = *capacity ? *capacity * 2 : 16;
+    void *grown = realloc(*array, larger * element_bytes);
+    if (!grown) return false;
+    *array = grown;
+    *capacity = larger;
+    return true;
+}
+
+uint32_t crc32_update(uint32_t crc, const void *bytes, size_t n_bytes) {
+    /* The remainders of the 16 four-bit messages: small, and fast enough for files of megabytes. */
+    static const uint32_t table[16] = {
+        0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
+        0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
+    const uint8_t *p = bytes;
+    crc = ~crc;
+    for (size_t i = 0; i < n_bytes; i++) {
+        crc ^= p[i];
+        crc = crc >> 4 ^ table[crc & 15];
+        crc = crc >> 4 ^ table[crc & 15];
+    }
+    return ~crc;
+}

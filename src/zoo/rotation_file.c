@@ -53,6 +53,12 @@ int32_t rotation_number_get(const rotations_layer *layer, const rotation_number 
     return *(const int32_t *)(const void *)member;
 }
 
+float rotation_real_get(const rotations_layer *layer, const rotation_real *real) {
+    float value;
+    memcpy(&value, (const char *)layer + real->member, sizeof value);
+    return value;
+}
+
 size_t rotation_head_floats(const rotation_field *field, int32_t head_dim) {
     size_t d = (size_t)head_dim;
     return field->shape == ROTATION_ROW ? d : d * d;
@@ -64,7 +70,7 @@ size_t rotation_head_file_floats(const rotation_field *field, int32_t head_dim) 
 }
 
 /* One line for what is wrong with the numbers, or NULL. */
-static const char *wrong_number(const rotations_layer *layer) {
+static const char *wrong_numbers(const rotations_layer *layer) {
     const oscar_layer *s = &layer->shape;
     const oscar_rope *rope = &s->rope;
     if (s->head_dim % 16) return "head_dim is no multiple of 16";
@@ -78,19 +84,7 @@ static const char *wrong_number(const rotations_layer *layer) {
     return NULL;
 }
 
-/* The same for the arrays. */
-static const char *wrong_arrays(const rotations_layer *layer) {
-    if (!layer->k_metric_b != !layer->k_metric_d) return "k_metric_b and k_metric_d come together";
-    if (!layer->v_metric_b != !layer->v_metric_d) return "v_metric_b and v_metric_d come together";
-    if (layer->ldlq_k && !layer->k_metric_b) return "ldlq_k needs k_metric_b and k_metric_d";
-    if (layer->n_tracked < 0 || (layer->n_tracked > 0) != (layer->tracked != NULL) ||
-        layer->n_tracked > layer->shape.rope.n_dims / 2)
-        return "k_pairs lists more pairs than rope_n_dims has";
-    if (layer->k_tracked && layer->n_tracked == 0) return "k_tracked needs k_pairs";
-    return NULL;
-}
-
-oscar_status rotation_layer_check(const rotations_layer *layer, int32_t index, const char *path,
+oscar_status rotation_numbers_check(const rotations_layer *layer, int32_t index, const char *path,
                                   oscar_status status, oscar_error *error) {
     for (int i = 0; i < ROTATION_N_NUMBERS; i++) {
         const rotation_number *number = &rotation_numbers[i];
@@ -99,13 +93,14 @@ oscar_status rotation_layer_check(const rotations_layer *layer, int32_t index, c
             return error_set(error, status, -1, "%s: layers.%d.%s: found %d, expected %d to %d", path, (int)index,
                              number->name, (int)value, (int)number->least, (int)number->most);
     }
-    const char *wrong = wrong_number(layer);
-    if (!wrong) wrong = wrong_arrays(layer);
-    if (wrong) return error_set(error, status, -1, "%s: layer %d: %s", path, (int)index, wrong);
-    size_t n_pairs = (size_t)layer->n_tracked * (size_t)layer->shape.n_kv_heads;
-    for (size_t i = 0; i < n_pairs; i++)
-        if (layer->tracked[i] < 0 || layer->tracked[i] >= layer->shape.rope.n_dims / 2)
-            return error_set(error, status, -1, "%s: layers.%d.k_pairs: found pair %d, expected 0 to %d", path,
-                             (int)index, (int)layer->tracked[i], (int)layer->shape.rope.n_dims / 2 - 1);
-    return OSCAR_OK;
+    const char *wrong = wrong_numbers(layer);
+    return wrong ? error_set(error, status, -1, "%s: layer %d: %s", path, (int)index, wrong) : OSCAR_OK;
+}
+
+oscar_status rotation_contents_check(const oscar_rotations *rotations, const char *path, oscar_status status, oscar_error *error) {
+    oscar_error found = {0};
+    oscar_status wrong = rotations_check(rotations, &found);
+    if (wrong == OSCAR_OK) return OSCAR_OK;
+    if (wrong == OSCAR_ERROR_ARGUMENT || wrong == OSCAR_ERROR_FORMAT) wrong = status;
+    return error_set(error, wrong, -1, "%s: %s", path, found.message);
 }

@@ -50,13 +50,17 @@ bool rotation_key_reserved(const char *key);
 
 float **rotation_array(const rotations_layer *layer, const rotation_field *field);
 int32_t rotation_number_get(const rotations_layer *layer, const rotation_number *number);
+float rotation_real_get(const rotations_layer *layer, const rotation_real *real);
 /* Floats of one head, in memory and in the file; d <= OSCAR_MAX_HEAD_DIM. */
 size_t rotation_head_floats(const rotation_field *field, int32_t head_dim);
 size_t rotation_head_file_floats(const rotation_field *field, int32_t head_dim);
 
-/* What a layer's numbers must satisfy together, and which arrays come in pairs. Files that break it
- * are not written and not read; `status` says which of the two is being reported. */
-oscar_status rotation_layer_check(const rotations_layer *layer, int32_t index, const char *path,
-                                  oscar_status status, oscar_error *error);
+/* Files that break these rules are neither written nor read; `status` says which of the two is
+ * being reported (ARGUMENT or FORMAT). The numbers of a layer come first, because the sizes of its
+ * arrays follow from them; then everything, by rotations_check(). */
+oscar_status rotation_numbers_check(const rotations_layer *layer, int32_t index, const char *path,
+                                    oscar_status status, oscar_error *error);
+oscar_status rotation_contents_check(const oscar_rotations *rotations, const char *path,
+                                     oscar_status status, oscar_error *error);
 
 #endif

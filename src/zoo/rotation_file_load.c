@@ -215,10 +215,10 @@ static oscar_status load_numbers(loader *l, int32_t index, rotations_layer *laye
 static oscar_status load_layer(loader *l, int32_t index) {
     rotations_layer *layer = &l->rotations->layers[index];
     oscar_status status = load_numbers(l, index, layer);
+    if (!status) status = rotation_numbers_check(layer, index, l->source->name, OSCAR_ERROR_FORMAT, l->error);
     if (!status) status = load_inv_freq(l, index);
     if (!status) status = load_pairs(l, index);
     for (int i = 0; i < ROTATION_N_FIELDS && !status; i++) status = load_array(l, index, &rotation_fields[i]);
-    if (!status) status = rotation_layer_check(layer, index, l->source->name, OSCAR_ERROR_FORMAT, l->error);
     return status;
 }
 
@@ -265,7 +265,7 @@ static oscar_status load_all(loader *l) {
     if (!l->rotations) return no_memory(l, "its layers");
     for (int32_t i = 0; i < n_layers && !status; i++) status = load_layer(l, i);
     if (!status) status = load_rest(l);
-    if (!status) status = rotations_check(l->rotations, l->error);
+    if (!status) status = rotation_contents_check(l->rotations, l->source->name, OSCAR_ERROR_FORMAT, l->error);
     return status;
 }
 

@@ -22,41 +22,6 @@ typedef struct saver {
     bool is_first;       /* no comma before the next entry */
 } saver;
 
-static oscar_status check_array(const saver *s, int32_t index, const rotation_field *field) {
-    const rotations_layer *layer = &s->rotations->layers[index];
-    const float *array = *rotation_array(layer, field);
-    if (!array) return OSCAR_OK;
-    size_t d = (size_t)layer->shape.head_dim, n_heads = (size_t)layer->shape.n_kv_heads;
-    size_t n = n_heads * rotation_head_floats(field, layer->shape.head_dim);
-    size_t bad = first_not_finite(array, n);
-    if (bad < n)
-        return error_set(s->error, OSCAR_ERROR_NOT_FINITE, -1, "%s: layers.%d.%s: value %zu is NaN or infinite",
-                         s->path, (int)index, field->name, bad);
-    if (field->shape != ROTATION_LOWER) return OSCAR_OK;
-    for (size_t row = 0; row < n_heads * d; row++)
-        for (size_t i = row % d, j = i; j < d; j++)
-            if (array[row * d + j] != (j == i ? 1.0f : 0.0f))
-                return error_set(s->error, OSCAR_ERROR_ARGUMENT, -1, "%s: layers.%d.%s: not unit lower triangular",
-                                 s->path, (int)index, field->name);
-    return OSCAR_OK;
-}
-
-static oscar_status check_layer(const saver *s, int32_t index) {
-    const rotations_layer *layer = &s->rotations->layers[index];
-    oscar_status status = rotation_layer_check(layer, index, s->path, OSCAR_ERROR_ARGUMENT, s->error);
-    if (status) return status;
-    for (int i = 0; i < ROTATION_N_REALS; i++)
-        if (first_not_finite((const float *)(const void *)((const char *)layer + rotation_reals[i].member), 1) == 0)
-            return error_set(s->error, OSCAR_ERROR_NOT_FINITE, -1, "%s: layers.%d.%s is NaN or infinite", s->path,
-                             (int)index, rotation_reals[i].name);
-    size_t n_freq = (size_t)layer->shape.rope.n_dims / 2;
-    if (first_not_finite(layer->shape.rope.inv_freq, n_freq) < n_freq)
-        return error_set(s->error, OSCAR_ERROR_NOT_FINITE, -1, "%s: layers.%d.rope_inv_freq holds NaN or infinity",
-                         s->path, (int)index);
-    for (int i = 0; i < ROTATION_N_FIELDS && !status; i++) status = check_array(s, index, &rotation_fields[i]);
-    return status;
-}
-
 static oscar_status check_all(const saver *s) {
     const oscar_rotations *r = s->rotations;
     if (r->n_layers < 1 || r->n_layers > OSCAR_MAX_LAYERS)
@@ -71,8 +36,15 @@ static oscar_status check_all(const saver *s) {
             return error_set(s->error, OSCAR_ERROR_ARGUMENT, -1, "%s: metadata %.40s is not UTF-8", s->path, meta->key);
     }
     oscar_status status = OSCAR_OK;
-    for (int32_t i = 0; i < r->n_layers && !status; i++) status = check_layer(s, i);
-    return status;
+    for (int32_t i = 0; i < r->n_layers && !status; i++) {
+        const rotations_layer *layer = &r->layers[i];
+        status = rotation_numbers_check(layer, i, s->path, OSCAR_ERROR_ARGUMENT, s->error);
+        for (int j = 0; j < ROTATION_N_REALS && !status; j++)
+            if (first_not_finite(&(float){rotation_real_get(layer, &rotation_reals[j])}, 1) == 0)
+                status = error_set(s->error, OSCAR_ERROR_NOT_FINITE, -1, "%s: layers.%d.%s is NaN or infinite", s->path,
+                                   (int)i, rotation_reals[j].name);
+    }
+    return status ? status : rotation_contents_check(r, s->path, OSCAR_ERROR_ARGUMENT, s->error);
 }
 
 /* ------------------------------------------------------------------------------------------------
@@ -96,8 +68,7 @@ static void put_layer_meta(saver *s, int32_t index) {
         put_meta(s, key, value);
     }
     for (int i = 0; i < ROTATION_N_REALS; i++) {
-        float real;
-        memcpy(&real, (const char *)layer + rotation_reals[i].member, sizeof real);
+        float real = rotation_real_get(layer, &rotation_reals[i]);
         rotation_name(key, index, rotation_reals[i].name);
         snprintf(value, sizeof value, "%.9g", (double)real); /* nine digits give a float back exactly */
         put_meta(s, key, value);

@@ -176,17 +176,6 @@ static oscar_status read_numbers(reader *r, uint64_t *out, int32_t most, int32_t
     return expect_char(r, ']');
 }
 
-/* Room for one more element; geometric growth keeps it in proportion to the header. */
-static bool grow(void **array, size_t count, size_t *capacity, size_t element) {
-    if (count < *capacity) return true;
-    size_t larger = *capacity ? *capacity * 2 : 64;
-    void *grown = realloc(*array, larger * element);
-    if (!grown) return false;
-    *array = grown;
-    *capacity = larger;
-    return true;
-}
-
 static oscar_status no_memory(reader *r) {
     return error_set(r->error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its header", r->source->name);
 }
@@ -200,7 +189,7 @@ static oscar_status read_metadata(reader *r) {
         if ((status = read_string(r, &meta.key)) || (status = expect_char(r, ':')) ||
             (status = read_string(r, &meta.value)))
             return status;
-        if (!grow((void **)&t->meta, (size_t)t->n_meta, &r->meta_capacity, sizeof meta)) return no_memory(r);
+        if (!array_grow((void **)&t->meta, (size_t)t->n_meta, &r->meta_capacity, sizeof meta)) return no_memory(r);
         t->meta[t->n_meta++] = meta;
     } while (accept_char(r, ','));
     return expect_char(r, '}');
@@ -282,7 +271,7 @@ static oscar_status read_tensor(reader *r, const char *name, size_t entry_at) {
     if (n_range != 2) return tensor_fail(r, &tensor, "data_offsets has not two numbers");
     if ((status = place_tensor(r, &tensor, range))) return status;
     st_table *t = r->table;
-    if (!grow((void **)&t->tensors, (size_t)t->n_tensors, &r->tensors_capacity, sizeof tensor)) return no_memory(r);
+    if (!array_grow((void **)&t->tensors, (size_t)t->n_tensors, &r->tensors_capacity, sizeof tensor)) return no_memory(r);
     t->tensors[t->n_tensors++] = tensor;
     return OSCAR_OK;
 }

@@ -121,4 +121,49 @@ void json_put_string(byte_buffer *buffer, const char *text);
 oscar_status rotation_file_read(oscar_rotations **out, const byte_source *source,
                                 oscar_error *error);
 
+/* ------------------------------------------------------------------------------------------------
+ * Opened files of any format (zoo_file.c)
+ */
+
+/* Strings and data are owned by the file. */
+typedef struct zoo_tensor {
+    const char *name;
+    const char *dtype;
+    int32_t layer; /* -1: none */
+    int32_t n_dims;
+    uint64_t shape[OSCAR_ZOO_MAX_DIMS];
+    uint64_t stride[OSCAR_ZOO_MAX_DIMS]; /* in elements */
+    const float *data;                   /* NULL: listed, not read */
+} zoo_tensor;
+
+struct oscar_zoo_file {
+    int32_t format, version, n_layers;
+    int32_t n_tensors, n_meta;
+    zoo_tensor *tensors; /* [n_tensors] */
+    st_meta *meta;       /* [n_meta] */
+    size_t tensors_capacity, meta_capacity;
+    void **owned; /* [n_owned] memory to free() */
+    size_t n_owned, owned_capacity;
+    st_table table; /* safetensors: what the names are views of */
+};
+
+oscar_status zoo_safetensors_read(oscar_zoo_file **out, const byte_source *source, oscar_error *error);
+oscar_status zoo_pt_read(oscar_zoo_file **out, const byte_source *source, oscar_error *error);
+oscar_status zoo_gguf_read(oscar_zoo_file **out, const byte_source *source, oscar_error *error);
+
+/* Parts of the readers; false: no memory. zoo_own takes the memory also when it fails. */
+bool zoo_own(oscar_zoo_file *file, void *memory);
+char *zoo_copy_text(oscar_zoo_file *file, const char *text, size_t n_bytes); /* NULL: no memory */
+bool zoo_add_tensor(oscar_zoo_file *file, const zoo_tensor *tensor);
+bool zoo_add_meta(oscar_zoo_file *file, const char *key, const char *value); /* copies */
+/* The tensor of a layer whose name ends in `suffix`; NULL: absent. */
+const zoo_tensor *zoo_find(const oscar_zoo_file *file, int32_t layer, const char *suffix);
+/* The tensor's values in row-major order. out: [product of shape] */
+void zoo_gather(const zoo_tensor *tensor, float *out);
+/* Grows *array for one more element; false: no memory. */
+bool array_grow(void **array, size_t count, size_t *capacity, size_t element_bytes);
+
+/* CRC-32 as zip has it; start with 0. */
+uint32_t crc32_update(uint32_t crc, const void *bytes, size_t n_bytes);
+
 #endif
