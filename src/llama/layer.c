@@ -198,12 +198,13 @@ static void announce(const oscar_llama *layer) {
     int64_t tokens = s.pages_total * OSCAR_PAGE_TOKENS;
     double held = (double)(s.pages_total * s.page_bytes + s.overlay_pages_total * s.overlay_page_bytes);
     double exact = (double)(tokens * s.exact_bytes_per_token), mib = 1048576.0;
-    const char *kind = layer->options.kv_type == OSCAR_KV_F32 ? "exact f32" : "2-bit";
-    layer_log(layer,
-              "%s KV cache on %d of %d layers: %lld tokens in %.1f MiB (f16: %.1f MiB), %.2f bits an "
-              "element and %d + %d tokens in BF16, %s",
-              kind, layer->n_layers, llama_model_n_layer(layer->model), (long long)tokens, held / mib,
-              exact / mib, s.history_bits, layer->options.sink, layer->options.recent, oscar_isa_name());
+    bool f32 = layer->options.kv_type == OSCAR_KV_F32;
+    char windows[64] = "";
+    if (!f32)
+        snprintf(windows, sizeof windows, " and %d + %d tokens in BF16", layer->options.sink, layer->options.recent);
+    layer_log(layer, "%s KV cache on %d of %d layers: %lld tokens in %.1f MiB (f16: %.1f MiB), %.2f bits an element%s, %s",
+              f32 ? "exact f32" : "2-bit", layer->n_layers, llama_model_n_layer(layer->model), (long long)tokens,
+              held / mib, exact / mib, s.history_bits, windows, oscar_isa_name());
 }
 
 oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error) {
