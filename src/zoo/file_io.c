@@ -3,6 +3,7 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <locale.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -207,6 +208,16 @@ void buffer_put_format(byte_buffer *buffer, const char *format, ...) {
 void buffer_free(byte_buffer *buffer) {
     free(buffer->bytes);
     memset(buffer, 0, sizeof *buffer);
+}
+
+bool format_real(char *out, size_t n_bytes, int n_digits, double value) {
+    locale_t c_locale = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+    if (!c_locale) return false;
+    locale_t before = uselocale(c_locale);
+    snprintf(out, n_bytes, "%.*g", n_digits, value);
+    uselocale(before);
+    freelocale(c_locale);
+    return true;
 }
 
 bool utf8_valid(const char *text, size_t n_bytes) {

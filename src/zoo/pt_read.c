@@ -185,7 +185,7 @@ static oscar_status read_metadata(pt_reader *r, int32_t dict, const char *prefix
         else if (v->kind == PICKLE_BOOL)
             text = v->number ? "true" : "false";
         else if (v->kind == PICKLE_FLOAT)
-            snprintf(number, sizeof number, "%.17g", v->real);
+            text = format_real(number, sizeof number, 17, v->real) ? number : NULL;
         else
             continue;
         if (!text || !zoo_add_meta(r->file, key, text)) return no_memory(r);

@@ -4,7 +4,6 @@
  * Everything is checked first by the rules that loading applies, so that a file that was written
  * can be read; then the header is laid out, then the arrays follow in the same order.
  */
-#include <locale.h>
 #include <stdlib.h>
 
 #include "zoo/rotation_file.h"
@@ -70,7 +69,8 @@ static void put_layer_meta(saver *s, int32_t index) {
     for (int i = 0; i < ROTATION_N_REALS; i++) {
         float real = rotation_real_get(layer, &rotation_reals[i]);
         rotation_name(key, index, rotation_reals[i].name);
-        snprintf(value, sizeof value, "%.9g", (double)real); /* nine digits give a float back exactly */
+        /* Nine digits give a float back exactly. */
+        if (!format_real(value, sizeof value, 9, (double)real)) s->header.failed = true;
         put_meta(s, key, value);
     }
 }
@@ -171,13 +171,7 @@ oscar_status oscar_rotations_save(const oscar_rotations *rotations, const char *
     saver s = {.rotations = rotations, .path = path, .error = error};
     oscar_status status = check_all(&s);
     if (status) return status;
-    /* Numbers are printed with a decimal point, whatever locale the program runs in. */
-    locale_t c_locale = newlocale(LC_ALL_MASK, "C", (locale_t)0);
-    if (!c_locale) return error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for a locale", path);
-    locale_t before = uselocale(c_locale);
     status = make_header(&s);
-    uselocale(before);
-    freelocale(c_locale);
     if (!status) status = write_file(&s);
     buffer_free(&s.header);
     return status;

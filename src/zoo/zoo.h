@@ -71,6 +71,8 @@ static inline uint64_t load_u64(const uint8_t *p) {
     return (uint64_t)load_u32(p) | (uint64_t)load_u32(p + 4) << 32;
 }
 
+/* A decimal number with a point, whatever locale the program runs in; false: no memory. */
+bool format_real(char *out, size_t n_bytes, int n_digits, double value);
 /* True for a well-formed UTF-8 string (no surrogates, no overlong forms). */
 bool utf8_valid(const char *text, size_t n_bytes);
 /* Index of the first value that is NaN or infinite, or n. */
