@@ -1,0 +1,20 @@
+#!/bin/sh
+# Builds the CUDA library, its test and its benchmark with nvcc alone, for machines without the rest
+# of the project's dependencies. Usage: build.sh OUTPUT_DIR [ARCH], ARCH as in compute_90a.
+set -e
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=$1
+arch=${2:-90a}
+mkdir -p "$out"
+flags="-std=c++17 -O3 -gencode=arch=compute_$arch,code=sm_$arch -I$root/include -I$root/src -I$out"
+pids=
+for f in "$root"/src/cuda/*.cu "$root"/tests/cuda/*.cu "$root"/bench/cuda/*.cu; do
+    nvcc $flags -Xptxas -v -c "$f" -o "$out/$(basename "$f" .cu).o" >"$out/$(basename "$f" .cu).log" 2>&1 &
+    pids="$pids $!"
+done
+for p in $pids; do wait "$p" || { cat "$out"/*.log | grep -E "error|warning" ; exit 1; }; done
+lib=$(for f in "$root"/src/cuda/*.cu; do echo "$out/$(basename "$f" .cu).o"; done)
+for f in "$root"/tests/cuda/*.cu "$root"/bench/cuda/*.cu; do
+    name=$(basename "$f" .cu)
+    nvcc -gencode=arch=compute_$arch,code=sm_$arch "$out/$name.o" $lib $EXTRA -lpthread -o "$out/$name"
+done

@@ -1,0 +1,149 @@
+/*
+ * cuda.h - the quantised cache on NVIDIA GPUs: pages, append, attention.
+ *
+ * liboscar-cuda is a library of its own, opened at run time by those who find a GPU. It holds
+ * kernels and the host code that launches them; all memory belongs to the caller. Every launch is
+ * asynchronous on the given stream, allocates nothing and can be captured in a CUDA graph. Sequence
+ * lengths and block tables are read on the device, so that one captured graph serves sequences that
+ * grow.
+ *
+ * Life cycle
+ *   1. oscar_cuda_layer_create() uploads what one layer needs (rotations, means, tables).
+ *   2. The caller allocates pages, overlay and workspace; the functions below say how many bytes.
+ *      The workspace is set to zero once.
+ *   3. oscar_cuda_append() quantises the rows of new tokens; oscar_cuda_decode() attends.
+ *
+ * Example (one decode step of one layer)
+ *
+ *   oscar_cuda_decode_args a = OSCAR_CUDA_DECODE_ARGS_INIT;
+ *   a.n_seqs = 32; a.q = q; a.out = out;
+ *   a.pages = pages; a.block_table = table; a.table_stride = 2048; a.lengths = lengths;
+ *   a.overlay_k = ok; a.overlay_v = ov; a.logit_scale = 0.0884f; a.workspace = workspace;
+ *   oscar_cuda_decode(layer, &a, stream, &error);
+ *
+ * Memory on the device
+ *   pages      [n_pages, n_kv_heads, tile]: a tile is 64 tokens of one KV head, keys and values,
+ *              oscar_cuda_tile_bytes() long (src/cuda/layout.h has the bytes). A page id indexes
+ *              the first dimension.
+ *   overlay_k  [n_slots, n_kv_heads, sink8 + ring, head_dim] bf16: rotated residual keys of the
+ *              first `sink` tokens (rows 0 .. sink-1; sink8 is sink rounded up to 8), then a ring:
+ *              position p >= sink is row sink8 + p % ring. overlay_v the same for values.
+ *   workspace  oscar_cuda_workspace_bytes(); one launch at a time may use it.
+ *
+ * What a query at position t sees (docs/METHOD.md): BF16 rows for [0, sink) and (t - recent, t],
+ * quantised rows between; nothing at or before t - window when the layer slides.
+ */
+#ifndef OSCAR_CUDA_H
+#define OSCAR_CUDA_H
+
+#include "oscar/oscar.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct oscar_cuda_layer oscar_cuda_layer;
+/* A cudaStream_t. */
+typedef void *oscar_cuda_stream;
+
+#define OSCAR_CUDA_MAX_Q_TOKENS 8
+
+/* One layer. Arrays are host memory, float32, and copied; H = n_kv_heads, d = head_dim. A NULL
+ * array means zeros, or the identity for rotations and metric. */
+typedef struct oscar_cuda_layer_options {
+    uint32_t struct_size;
+    int32_t n_kv_heads;
+    int32_t n_q_heads; /* a multiple of n_kv_heads, at most 16 times as many */
+    int32_t head_dim;  /* 64, 128 or 256 */
+    int32_t window;    /* sliding window, 0: none */
+    int32_t sink;      /* first tokens kept in BF16 */
+    int32_t recent;    /* last tokens kept in BF16, at least 1 */
+    int32_t ring;      /* overlay rows for recent tokens: a multiple of 64, at least recent + the
+                          tokens appended at once */
+    int32_t bits_k, bits_v; /* 2, 3 or 4 */
+    int32_t recipe;         /* oscar_recipe, for append */
+    int32_t ldlq_k, gain_k, gain_v; /* 0 or 1, for append */
+    float clip_k, clip_v;           /* OSCAR_RECIPE_ZOO */
+    int32_t n_tracked;              /* rotary pairs with a tracked mean: a multiple of 8, <= d/2 */
+    const int32_t *tracked;         /* [H, n_tracked] pairs */
+    const oscar_rope *rope;         /* NULL only when n_tracked is 0 */
+    const float *k_rotation;        /* [H, d, d] row vector times matrix */
+    const float *v_rotation;        /* [H, d, d] */
+    const float *k_mean;            /* [H, d] */
+    const float *k_tracked;         /* [H, d] */
+    const float *v_mean;            /* [H, d] */
+    const float *k_metric_b;        /* [H, d, d] unit lower factor, for append */
+    const float *k_metric_d;        /* [H, d] */
+    const float *v_metric_b;        /* [H, d, d] */
+    const float *v_metric_d;        /* [H, d] */
+} oscar_cuda_layer_options;
+
+#define OSCAR_CUDA_LAYER_OPTIONS_INIT                                                              \
+    {sizeof(oscar_cuda_layer_options), 0, 0, 0, 0, 64, 256, 384, 2, 2, 0, 0, 0, 0, 1.0f, 1.0f, 0,  \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+/* Uploads a layer to the current device. Errors: ARGUMENT (the message names the field),
+ * UNSUPPORTED (no device, a device older than compute capability 8.0), MEMORY. */
+OSCAR_API oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out,
+                                               const oscar_cuda_layer_options *options,
+                                               oscar_error *error);
+OSCAR_API void oscar_cuda_layer_free(oscar_cuda_layer *layer); /* NULL is allowed */
+
+/* Bytes of one tile: 64 tokens of one KV head. 0 for a head_dim or bits that are not supported. */
+OSCAR_API size_t oscar_cuda_tile_bytes(int32_t head_dim, int32_t bits_k, int32_t bits_v);
+/* Overlay rows of one (slot, KV head): sink8 + ring. */
+OSCAR_API int32_t oscar_cuda_overlay_rows(const oscar_cuda_layer *layer);
+/* Workspace for at most n_seqs sequences of n_q_tokens query tokens on the current device. */
+OSCAR_API size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs,
+                                            int32_t n_q_tokens);
+
+/* Writes or reads the row of token `slot` (0..63) of a tile in host memory. codes: [head_dim] one a
+ * byte; params: [n_groups, 2] fp16 step, offset (one group up to head_dim 128, two at 256).
+ * side: 0 keys, 1 values. */
+OSCAR_API void oscar_cuda_tile_put_row(uint8_t *tile, int32_t head_dim, int32_t bits_k,
+                                       int32_t bits_v, int32_t side, int32_t slot,
+                                       const uint8_t *codes, const uint16_t *params);
+OSCAR_API void oscar_cuda_tile_get_row(const uint8_t *tile, int32_t head_dim, int32_t bits_k,
+                                       int32_t bits_v, int32_t side, int32_t slot, uint8_t *codes,
+                                       uint16_t *params);
+
+/* All pointers are device memory. */
+typedef struct oscar_cuda_decode_args {
+    uint32_t struct_size;
+    int32_t n_seqs;
+    int32_t n_q_tokens; /* 1..8: the last tokens of each sequence */
+    int32_t q_dtype;    /* oscar_dtype: F16 or BF16 */
+    int32_t out_dtype;  /* oscar_dtype */
+    const void *q;      /* [n_seqs, n_q_tokens, n_q_heads, head_dim] after RoPE */
+    void *out;          /* the same shape */
+    const void *pages;
+    const int32_t *block_table; /* [n_seqs, table_stride] page ids */
+    int32_t table_stride;
+    const int32_t *lengths; /* [n_seqs] tokens appended, the query's included; a sequence of length
+                               0 is skipped and its output left as it was */
+    const int32_t *slots;   /* [n_seqs] overlay slot; NULL: the sequence's index */
+    const void *overlay_k, *overlay_v;
+    const float *sink_logits; /* [n_q_heads] one more logit in each softmax; NULL: none */
+    float logit_scale;
+    float logit_softcap; /* 0: off */
+    int32_t out_rotated; /* 1: leave the output in the rotated basis, for a W_O that has the value
+                            rotation folded in */
+    void *workspace;
+} oscar_cuda_decode_args;
+
+#define OSCAR_CUDA_DECODE_ARGS_INIT                                                                \
+    {sizeof(oscar_cuda_decode_args), 0, 1, OSCAR_DTYPE_BF16, OSCAR_DTYPE_BF16, NULL, NULL, NULL,   \
+     NULL, 0, NULL, NULL, NULL, NULL, NULL, 1.0f, 0.0f, 0, NULL}
+
+/* Attention of the last n_q_tokens tokens of every sequence. Two runs on the same input give the
+ * same bits on one kind of device. Errors: ARGUMENT, INTERNAL (a CUDA error; its name is in the
+ * message). */
+OSCAR_API oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer,
+                                         const oscar_cuda_decode_args *args,
+                                         oscar_cuda_stream stream, oscar_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,129 @@
+/*
+ * decode_api.cu - checks the arguments of a decode call and launches its kernel.
+ */
+#include "layer.h"
+
+#define LOG2_E 1.4426950408889634
+
+static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, DecodePlan *plan) {
+    const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
+    const int bits = layer->bits_k > layer->bits_v ? layer->bits_k : layer->bits_v;
+    const bool bias = layer->bias_steps > 0;
+    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, bias, bits, layer->bias_steps)
+              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, bias, bits, layer->bias_steps)
+                                       : decode_plan_d256(plan, rows, layer->bulk, bias, bits, layer->bias_steps);
+    if (!ok || plan->shared_bytes > (size_t)layer->shared_max) return false;
+    /* One CTA a multiprocessor; a whole number a segment when that leaves few idle, so that no CTA
+     * has to merge twice. */
+    const int segments = n_seqs * layer->n_kv_heads * plan->row_tiles;
+    const int most = layer->n_multiprocessors < DECODE_MAX_CTAS ? layer->n_multiprocessors : DECODE_MAX_CTAS;
+    const int even = segments <= most ? most / segments * segments : most;
+    plan->n_ctas = even * 10 >= most * 9 ? even : most;
+    return true;
+}
+
+/* The workspace: sums, then partials, then counters, which must be zero between launches: so their
+ * place does not depend on the call. */
+#define SUMS_BYTES (2 * DECODE_MAX_CTAS * 16 * sizeof(float2))
+#define PARTIALS_BYTES (2 * DECODE_MAX_CTAS * DECODE_MAX_SLOT_FLOATS * sizeof(float))
+
+size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs, int32_t n_q_tokens) {
+    size_t most = 0;
+    for (int tokens = 1; tokens <= n_q_tokens; tokens++) {
+        DecodePlan plan;
+        if (!plan_decode(layer, n_seqs, tokens, &plan)) continue;
+        const size_t n_segments = (size_t)n_seqs * layer->n_kv_heads * plan.row_tiles;
+        const size_t bytes = SUMS_BYTES + PARTIALS_BYTES + n_segments * sizeof(uint32_t);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
+                               const DecodePlan *plan, oscar_error *error) {
+#define REQUIRE(condition, ...)                                                                    \
+    if (!(condition)) return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, __VA_ARGS__)
+    REQUIRE(a->q && a->out && a->pages && a->block_table && a->lengths && a->overlay_k && a->overlay_v &&
+                a->workspace,
+            "a pointer of the decode arguments is NULL");
+    REQUIRE(a->q_dtype == OSCAR_DTYPE_BF16 || a->q_dtype == OSCAR_DTYPE_F16,
+            "q_dtype is %d, expected F16 or BF16", a->q_dtype);
+    REQUIRE(a->out_dtype >= OSCAR_DTYPE_F32 && a->out_dtype <= OSCAR_DTYPE_BF16,
+            "out_dtype is %d, expected F32, F16 or BF16", a->out_dtype);
+    REQUIRE(a->table_stride > 0, "table_stride is %d, expected at least 1", a->table_stride);
+    REQUIRE(a->logit_softcap >= 0, "logit_softcap is %g, expected 0 or more", a->logit_softcap);
+    const double items = (double)a->n_seqs * layer->n_kv_heads * plan->row_tiles *
+                         (a->table_stride + oscar_cuda_overlay_rows(layer) / 8 + 2);
+    REQUIRE(items * plan->n_ctas < 4294967296.0, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
+            a->table_stride);
+#undef REQUIRE
+    return OSCAR_OK;
+}
+
+oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
+                               oscar_cuda_stream stream, oscar_error *error) {
+    if (a->struct_size != sizeof *a)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size,
+                              sizeof *a);
+    if (a->n_seqs < 1 || a->n_q_tokens < 1 || a->n_q_tokens > OSCAR_CUDA_MAX_Q_TOKENS)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT,
+                              "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d", a->n_seqs,
+                              a->n_q_tokens, OSCAR_CUDA_MAX_Q_TOKENS);
+    DecodePlan plan;
+    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, &plan))
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
+                              "no kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
+                              layer->head_dim, 8 * layer->bias_steps, layer->shared_max);
+    oscar_status status = check_args(layer, a, &plan, error);
+    if (status != OSCAR_OK) return status;
+
+    DecodeParams p = {};
+    p.pages = (const uint8_t *)a->pages;
+    p.block_table = a->block_table;
+    p.lengths = a->lengths;
+    p.slots = a->slots;
+    p.overlay_k = (const uint16_t *)a->overlay_k;
+    p.overlay_v = (const uint16_t *)a->overlay_v;
+    p.q = (const uint16_t *)a->q;
+    p.out = a->out;
+    p.sink_logits = a->sink_logits;
+    p.k_rotation = (const uint4 *)layer->k_rotation_fragments;
+    p.k_mean = layer->k_mean;
+    p.v_mean_rotated = layer->v_mean_rotated;
+    p.v_rotation_t = a->out_rotated ? NULL : layer->v_rotation_t;
+    p.bias_table = (const uint4 *)layer->bias_table;
+    p.bias_nu = (const float4 *)layer->bias_nu;
+    p.bias_turn = (const unsigned long long *)layer->bias_turn;
+    p.bias_dims = (const int2 *)layer->bias_dims;
+    uint8_t *w = (uint8_t *)a->workspace;
+    p.partial_sums = (float2 *)w;
+    p.partials = (float *)(w + SUMS_BYTES);
+    p.counters = (uint32_t *)(w + SUMS_BYTES + PARTIALS_BYTES);
+    p.table_stride = a->table_stride;
+    p.n_seqs = a->n_seqs;
+    p.n_q_tokens = a->n_q_tokens;
+    p.n_kv_heads = layer->n_kv_heads;
+    p.gqa = layer->n_q_heads / layer->n_kv_heads;
+    p.row_tiles = plan.row_tiles;
+    p.sink = layer->sink;
+    p.sink8 = (layer->sink + 7) / 8 * 8;
+    p.recent = layer->recent;
+    p.ring = layer->ring;
+    p.window = layer->window;
+    p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
+    p.bits_k = layer->bits_k;
+    p.bits_v = layer->bits_v;
+    p.bias_steps = layer->bias_steps;
+    p.bias_split_steps = layer->bias_split_steps;
+    p.q_is_bf16 = a->q_dtype == OSCAR_DTYPE_BF16;
+    p.out_dtype = a->out_dtype;
+    p.scale_log2 = (float)(a->logit_scale * LOG2_E);
+    p.softcap_log2 = (float)(a->logit_softcap * LOG2_E);
+
+    status = cuda_check(cudaFuncSetAttribute(reinterpret_cast<const void *>(plan.kernel),
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)plan.shared_bytes),
+                        "shared memory of the decode kernel", error);
+    if (status != OSCAR_OK) return status;
+    plan.kernel<<<plan.n_ctas, plan.n_threads, plan.shared_bytes, (cudaStream_t)stream>>>(p);
+    return cuda_check(cudaGetLastError(), "decode launch", error);
+}

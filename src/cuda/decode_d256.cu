@@ -1,0 +1,12 @@
+/* decode_d256.cu - decode kernels of head_dim 256. More than 8 rows take several passes: their
+ * accumulators would not fit the registers. */
+#include "decode_launch.cuh"
+
+bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps) {
+    (void)bits;
+    if (bulk) {
+        if (rows <= 4) return plan_kernel<Config<256, 4, 8, 2>>(plan, rows, bias, bias_steps);
+        return plan_kernel<Config<256, 8, 8, 2>>(plan, rows, bias, bias_steps);
+    }
+    return plan_kernel<Config<256, 8, 4, 1>>(plan, rows, bias, bias_steps);
+}

@@ -1,0 +1,69 @@
+/*
+ * decode_params.h - what the host hands to the decode kernels.
+ */
+#ifndef OSCAR_CUDA_DECODE_PARAMS_H
+#define OSCAR_CUDA_DECODE_PARAMS_H
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "oscar/cuda.h"
+
+/* Most CTAs of a launch. */
+#define DECODE_MAX_CTAS 192
+/* Most floats of a CTA's partial result: 16 rows of 128 channels, 8 of 256. */
+#define DECODE_MAX_SLOT_FLOATS 2048
+
+/* H = n_kv_heads, d = head_dim. */
+typedef struct DecodeParams {
+    const uint8_t *pages;  /* [n_pages, H, tile_bytes] */
+    const int *block_table; /* [n_seqs, table_stride] */
+    const int *lengths;     /* [n_seqs] */
+    const int *slots;       /* [n_seqs] or NULL */
+    const uint16_t *overlay_k; /* [n_slots, H, sink8 + ring, d] bf16 */
+    const uint16_t *overlay_v;
+    const uint16_t *q; /* [n_seqs, n_q_tokens, H * gqa, d] */
+    void *out;
+    const float *sink_logits; /* [H * gqa] or NULL */
+
+    const uint4 *k_rotation;   /* [H, d/16, d/16, 2, 32] fragments of U^T, high and low fp16 halves */
+    const float *k_mean;       /* [H, d] or NULL */
+    const float *v_mean_rotated; /* [H, d] or NULL: mean times U_V */
+    const float *v_rotation_t; /* [H, d, d] U_V^T, or NULL: no turning back */
+    const uint4 *bias_table;   /* [H, bias_steps, 2, 4, 32] fragments of (R_i - I) nu, high and low */
+    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs */
+    const unsigned long long *bias_turn; /* [H, 8 bias_steps] turns a page, 64 bits after the point */
+    const int2 *bias_dims;     /* [H, 8 bias_steps] the two dims of a pair */
+
+    float *partials;      /* [2 n_ctas, slot_floats] */
+    float2 *partial_sums; /* [2 n_ctas, 16] maximum (log2) and sum */
+    uint32_t *counters;   /* [n_seqs * H * row_tiles], zero between launches */
+
+    int table_stride;
+    int n_seqs, n_q_tokens, n_kv_heads, gqa, row_tiles;
+    int sink, sink8, recent, ring, window;
+    int tile_bytes, bits_k, bits_v;
+    int bias_steps, bias_split_steps; /* steps of 8 pairs; the first so many need all products */
+    int q_is_bf16;
+    int out_dtype; /* oscar_dtype */
+    float scale_log2;   /* logit scale times log2 e */
+    float softcap_log2; /* cap times log2 e; 0: off */
+} DecodeParams;
+
+/* How a launch of one head_dim looks for a number of rows (query heads x tokens of a KV head). */
+typedef struct DecodePlan {
+    int tile_rows; /* rows a pass over the pages: 4, 8, 12 or 16 */
+    int row_tiles;
+    int n_ctas;
+    size_t shared_bytes;
+    int n_threads;
+    void (*kernel)(const DecodeParams);
+} DecodePlan;
+
+/* bulk: the device has bulk copies (compute capability 9.0 and later). bias: tracked pairs exist.
+ * bits: the larger of the key's and the value's. Returns false when nothing fits. */
+bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
+bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
+bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
+
+#endif

@@ -1,0 +1,168 @@
+/*
+ * decode_work.cuh - the work of a decode launch as one flat list of items, cut evenly over the CTAs.
+ *
+ * A segment is (sequence, KV head, row tile). Its items are, in order: units of 8 BF16 sink rows,
+ * units of 8 BF16 recent rows, tiles of 64 quantised tokens; a unit moves about as many bytes as a
+ * tile. Segments follow each other, sequences slowest. CTA c of C takes items
+ * [c T / C, (c + 1) T / C) of T; which CTAs share a segment follows from that alone, so the order in
+ * which partial results are merged never changes.
+ */
+#ifndef OSCAR_CUDA_DECODE_WORK_CUH
+#define OSCAR_CUDA_DECODE_WORK_CUH
+
+#include "decode_params.h"
+#include "device.cuh"
+
+/* Units and tiles of a segment: first index and count of each kind. */
+struct Items {
+    int sink_first, n_sink;
+    int recent_first, n_recent;
+    int tile_first, n_tiles;
+    DEVICE int count() const { return n_sink + n_recent + n_tiles; }
+    DEVICE int units() const { return n_sink + n_recent; }
+};
+
+DEVICE int window_start(const DecodeParams &p, int t) {
+    return p.window ? max(0, t - p.window + 1) : 0;
+}
+
+DEVICE Items items_of(const DecodeParams &p, int length) {
+    Items r = {0, 0, 0, 0, 0, 0};
+    if (length <= 0) return r;
+    const int t_first = max(length - p.n_q_tokens, 0), t_last = length - 1;
+    const int start = window_start(p, t_first);
+    const int sink_end = min(p.sink, length);
+    r.sink_first = start >> 3;
+    r.n_sink = start < sink_end ? ((sink_end + 7) >> 3) - r.sink_first : 0;
+    const int recent_start = max(max(p.sink, t_first - p.recent + 1), start);
+    r.recent_first = recent_start >> 3;
+    r.n_recent = recent_start < length ? ((length + 7) >> 3) - r.recent_first : 0;
+    const int tile_start = max(p.sink, start), tile_end = t_last - p.recent + 1;
+    r.tile_first = tile_start >> 6;
+    r.n_tiles = tile_end > tile_start ? ((tile_end + 63) >> 6) - r.tile_first : 0;
+    return r;
+}
+
+/* Where an item lies: its sequence, the part (KV head x row tile) and the first item of that
+ * segment. */
+struct Place {
+    int seq, part, base, length;
+};
+
+DEVICE void advance_to(const DecodeParams &p, int item, Place &at) {
+    int n = items_of(p, at.length).count();
+    while (item >= at.base + n) {
+        at.base += n;
+        if (++at.part == p.n_kv_heads * p.row_tiles || n == 0) {
+            at.part = 0;
+            at.seq++;
+            at.length = load_int(p.lengths + at.seq);
+            n = items_of(p, at.length).count();
+        }
+    }
+}
+
+/* Total number of items, and this CTA's share with the place of its first item. Every warp computes
+ * it: that is cheaper than waiting for one. */
+struct Share {
+    uint32_t total;
+    int start, end;
+    Place place;
+};
+
+DEVICE Share share_of(const DecodeParams &p, int lane) {
+    const int parts = p.n_kv_heads * p.row_tiles;
+    Share s;
+    int length = lane < p.n_seqs ? load_int(p.lengths + lane) : 0;
+    int mine = items_of(p, length).count() * parts;
+    int sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        int other = __shfl_up_sync(FULL_WARP, sum, d);
+        if (lane >= d) sum += other;
+    }
+    uint32_t total = __shfl_sync(FULL_WARP, sum, 31);
+    const uint32_t first_total = total;
+#pragma unroll 1
+    for (int i = 32; i < p.n_seqs; i += 32) {
+        int n = i + lane < p.n_seqs ? items_of(p, load_int(p.lengths + i + lane)).count() : 0;
+        total += __reduce_add_sync(FULL_WARP, n * parts);
+    }
+    s.total = total;
+    s.start = static_cast<int>(blockIdx.x * total / gridDim.x);
+    s.end = static_cast<int>((blockIdx.x + 1) * total / gridDim.x);
+    uint32_t before = 0, chunk = first_total;
+    int i = 0;
+    while (static_cast<uint32_t>(s.start) >= before + chunk && i + 32 < p.n_seqs) {
+        before += chunk;
+        i += 32;
+        length = i + lane < p.n_seqs ? load_int(p.lengths + i + lane) : 0;
+        mine = items_of(p, length).count() * parts;
+        sum = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            int other = __shfl_up_sync(FULL_WARP, sum, d);
+            if (lane >= d) sum += other;
+        }
+        chunk = __shfl_sync(FULL_WARP, sum, 31);
+    }
+    const int target = s.start - static_cast<int>(before);
+    const uint32_t above = __ballot_sync(FULL_WARP, sum > target);
+    const int owner = above ? __ffs(above) - 1 : 31;
+    const int n = max(__shfl_sync(FULL_WARP, mine, owner) / parts, 1);
+    const int base = static_cast<int>(before) + __shfl_sync(FULL_WARP, sum - mine, owner);
+    s.place.seq = i + owner;
+    s.place.length = __shfl_sync(FULL_WARP, length, owner);
+    s.place.part = (s.start - base) / n;
+    s.place.base = base + s.place.part * n;
+    return s;
+}
+
+/* Which CTA has an item, and where a CTA begins. */
+DEVICE int cta_of(uint32_t item, uint32_t total) {
+    return static_cast<int>(((item + 1) * gridDim.x - 1) / total);
+}
+DEVICE int start_of(uint32_t cta, uint32_t total) {
+    return static_cast<int>(cta * total / gridDim.x);
+}
+
+/* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. */
+#define OVERLAY_ITEM 0x80000000u
+DEVICE uint32_t item_source(const DecodeParams &p, int item, Place at) {
+    advance_to(p, item, at);
+    const Items r = items_of(p, at.length);
+    const int head = p.row_tiles == 1 ? at.part : at.part / p.row_tiles;
+    int i = item - at.base;
+    if (i < r.units()) {
+        const int slot = p.slots ? load_int(p.slots + at.seq) : at.seq;
+        const int row8 = i < r.n_sink ? r.sink_first + i
+                                      : (p.sink8 >> 3) + (r.recent_first + i - r.n_sink) % (p.ring >> 3);
+        return OVERLAY_ITEM | ((slot * p.n_kv_heads + head) * ((p.sink8 + p.ring) >> 3) + row8);
+    }
+    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride +
+                              r.tile_first + i - r.units());
+    return static_cast<uint32_t>(page) * p.n_kv_heads + head;
+}
+
+/* Positions that the query at t sees of one kind of item: [first, last). */
+enum ItemKind { ITEM_SINK = 0, ITEM_RECENT = 1, ITEM_TILE = 2 };
+struct Span {
+    int first, last;
+};
+DEVICE Span visible(const DecodeParams &p, int kind, int t) {
+    const int start = window_start(p, t);
+    Span s;
+    if (kind == ITEM_SINK) {
+        s.first = start;
+        s.last = min(p.sink, t + 1);
+    } else if (kind == ITEM_RECENT) {
+        s.first = max(max(p.sink, t - p.recent + 1), start);
+        s.last = t + 1;
+    } else {
+        s.first = max(p.sink, start);
+        s.last = t - p.recent + 1;
+    }
+    return s;
+}
+
+#endif

@@ -1,0 +1,188 @@
+/*
+ * device.cuh - the machine instructions the kernels are made of, and the ring that feeds them.
+ */
+#ifndef OSCAR_CUDA_DEVICE_CUH
+#define OSCAR_CUDA_DEVICE_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#define DEVICE __device__ __forceinline__
+#define FULL_WARP 0xffffffffu
+
+/* Compute capability 9.0 and later have bulk copies and memory barriers that count bytes; before
+ * that the ring is filled by every lane's own asynchronous copies. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HAVE_BULK_COPY 1
+#else
+#define HAVE_BULK_COPY 0
+#endif
+
+DEVICE void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                    uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                     uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/* Transposes an 8 x 8 matrix of 16-bit elements spread over the warp. */
+DEVICE uint32_t transpose8x8(uint32_t x) {
+    uint32_t r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+DEVICE void load_transposed(uint32_t address, uint32_t &r0, uint32_t &r1, uint32_t &r2,
+                            uint32_t &r3) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+                 : "r"(address));
+}
+
+DEVICE float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE uint32_t half2_bits(__half2 h) { return *reinterpret_cast<uint32_t *>(&h); }
+DEVICE __half2 bits_half2(uint32_t u) { return *reinterpret_cast<__half2 *>(&u); }
+DEVICE uint32_t pack_half2(float lo, float hi) { return half2_bits(__floats2half2_rn(lo, hi)); }
+DEVICE uint32_t pack_bf162(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+DEVICE uint32_t mul_bf162(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
+DEVICE float bf16_low(uint32_t u) { return __uint_as_float(u << 16); }
+DEVICE float bf16_high(uint32_t u) { return __uint_as_float(u & 0xffff0000u); }
+
+DEVICE uint32_t shared_address(const void *p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/* Loads that stay where the program puts them: the order of the first loads decides how long a
+ * short launch takes. */
+DEVICE int load_int(const int *p) {
+    int r;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(r) : "l"(p));
+    return r;
+}
+DEVICE uint4 load_uint4(const void *p) {
+    uint4 r;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(p));
+    return r;
+}
+
+DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v) {
+    uint32_t old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(p), "r"(v)
+                 : "memory");
+    return old;
+}
+
+/* A warp's ring of stages in shared memory. One copy is at most two pieces (overlay keys and
+ * values). */
+template <int STAGES, int STAGE_BYTES> struct Ring {
+    uint32_t data;     /* shared address of this warp's stages */
+    uint32_t barriers; /* shared address of this warp's barriers, 8 bytes each */
+    int stage;
+    uint32_t phase;
+
+    DEVICE void init(int lane) {
+        stage = 0;
+        phase = 0;
+#if HAVE_BULK_COPY
+        if (lane < STAGES) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * lane)
+                         : "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+        __syncwarp();
+#endif
+    }
+
+    /* Bulk: called by one lane. Otherwise by the whole warp, and also without data (bytes 0), so
+     * that copies can be counted. */
+    DEVICE void copy(int to, const void *a, int a_bytes, const void *b, int b_bytes, int lane,
+                     bool keep) {
+        uint32_t destination = data + to * STAGE_BYTES;
+#if HAVE_BULK_COPY
+        uint32_t barrier = barriers + 8 * to;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                     "r"(a_bytes + b_bytes)
+                     : "memory");
+        if (keep) {
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                         "[%0], [%1], %2, [%3];" ::"r"(destination),
+                         "l"(a), "r"(a_bytes), "r"(barrier)
+                         : "memory");
+        } else {
+            uint64_t policy;
+            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                         ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+                         "l"(a), "r"(a_bytes), "r"(barrier), "l"(policy)
+                         : "memory");
+        }
+        if (b_bytes)
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                         "[%0], [%1], %2, [%3];" ::"r"(destination + a_bytes),
+                         "l"(b), "r"(b_bytes), "r"(barrier)
+                         : "memory");
+#else
+        for (int i = 16 * lane; i < a_bytes; i += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + i),
+                         "l"(static_cast<const uint8_t *>(a) + i)
+                         : "memory");
+        for (int i = 16 * lane; i < b_bytes; i += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + a_bytes + i),
+                         "l"(static_cast<const uint8_t *>(b) + i)
+                         : "memory");
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    }
+
+    DEVICE void wait() {
+#if HAVE_BULK_COPY
+        asm volatile("{\n\t.reg .pred p;\n\t"
+                     "WAIT_%=:\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+                     "@p bra DONE_%=;\n\t"
+                     "bra WAIT_%=;\n\t"
+                     "DONE_%=:\n\t}" ::"r"(barriers + 8 * stage),
+                     "r"(phase)
+                     : "memory");
+#else
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        __syncwarp();
+#endif
+    }
+
+    DEVICE void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+#endif

@@ -1,0 +1,274 @@
+/*
+ * layer.cu - uploads what one layer needs: rotations in the order the MMA takes them, means.
+ */
+#include "layer.h"
+
+#include <cuda_fp16.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <new>
+
+#include "layout.h"
+
+oscar_status cuda_error_set(oscar_error *error, oscar_status status, const char *format, ...) {
+    if (error) {
+        error->status = status;
+        error->position = -1;
+        va_list list;
+        va_start(list, format);
+        vsnprintf(error->message, sizeof error->message, format, list);
+        va_end(list);
+    }
+    return status;
+}
+
+oscar_status cuda_check(cudaError_t code, const char *what, oscar_error *error) {
+    if (code == cudaSuccess) return OSCAR_OK;
+    oscar_status status =
+        code == cudaErrorMemoryAllocation ? OSCAR_ERROR_MEMORY : OSCAR_ERROR_INTERNAL;
+    return cuda_error_set(error, status, "%s: %s", what, cudaGetErrorString(code));
+}
+
+oscar_status layer_upload(void **out, const void *data, size_t bytes, const char *what,
+                          oscar_error *error) {
+    oscar_status status = cuda_check(cudaMalloc(out, bytes), what, error);
+    if (status != OSCAR_OK) {
+        *out = NULL;
+        return status;
+    }
+    return cuda_check(cudaMemcpy(*out, data, bytes, cudaMemcpyHostToDevice), what, error);
+}
+
+size_t oscar_cuda_tile_bytes(int32_t head_dim, int32_t bits_k, int32_t bits_v) {
+    if (head_dim != 64 && head_dim != 128 && head_dim != 256) return 0;
+    if (bits_k < 2 || bits_k > 4 || bits_v < 2 || bits_v > 4) return 0;
+    return layout_tile_bytes(head_dim, bits_k, bits_v);
+}
+
+int32_t oscar_cuda_overlay_rows(const oscar_cuda_layer *layer) {
+    return (layer->sink + 7) / 8 * 8 + layer->ring;
+}
+
+static oscar_status check_options(const oscar_cuda_layer_options *o, oscar_error *error) {
+#define REQUIRE(condition, field, value, expected)                                                 \
+    if (!(condition))                                                                              \
+    return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "%s is %d, expected %s", field, (int)(value), expected)
+    REQUIRE(o->struct_size == sizeof *o, "struct_size", o->struct_size, "sizeof(oscar_cuda_layer_options)");
+    REQUIRE(o->n_kv_heads > 0, "n_kv_heads", o->n_kv_heads, "at least 1");
+    REQUIRE(o->n_q_heads > 0 && o->n_q_heads % o->n_kv_heads == 0, "n_q_heads", o->n_q_heads,
+            "a multiple of n_kv_heads");
+    REQUIRE(o->n_q_heads / o->n_kv_heads <= 16, "n_q_heads", o->n_q_heads, "at most 16 a KV head");
+    REQUIRE(o->head_dim == 64 || o->head_dim == 128 || o->head_dim == 256, "head_dim", o->head_dim,
+            "64, 128 or 256");
+    REQUIRE(o->window >= 0, "window", o->window, "0 or more");
+    REQUIRE(o->sink >= 0, "sink", o->sink, "0 or more");
+    REQUIRE(o->recent >= 1, "recent", o->recent, "1 or more");
+    REQUIRE(o->ring % 64 == 0 && o->ring >= o->recent, "ring", o->ring,
+            "a multiple of 64, at least recent");
+    REQUIRE(o->bits_k >= 2 && o->bits_k <= 4, "bits_k", o->bits_k, "2, 3 or 4");
+    REQUIRE(o->bits_v >= 2 && o->bits_v <= 4, "bits_v", o->bits_v, "2, 3 or 4");
+    REQUIRE(o->n_tracked >= 0 && o->n_tracked % 8 == 0 && o->n_tracked <= o->head_dim / 2, "n_tracked",
+            o->n_tracked, "a multiple of 8 up to head_dim / 2");
+    REQUIRE(o->n_tracked == 0 || (o->tracked && o->rope && o->k_tracked), "tracked", 0,
+            "pairs, rope and k_tracked when n_tracked is not 0");
+#undef REQUIRE
+    return OSCAR_OK;
+}
+
+/* A operand fragments of U^T (m: output channels, k: input channels), high and low fp16 halves. Input
+ * channels of steps 2 m, 2 m + 1 are so ordered that lane t takes channels 32 m + 8 t .. + 7. */
+static void pack_rotation(const float *u, int d, uint32_t *out) {
+    const int steps = d / 16;
+    for (int m = 0; m < steps; m++)
+        for (int k = 0; k < steps; k++)
+            for (int lane = 0; lane < 32; lane++) {
+                const int g = lane >> 2, t = lane & 3;
+                for (int reg = 0; reg < 4; reg++) {
+                    const int row = 16 * m + g + 8 * (reg & 1);
+                    const int column = 32 * (k / 2) + 8 * t + 4 * (k & 1) + 2 * (reg >> 1);
+                    uint16_t half[2][2];
+                    for (int e = 0; e < 2; e++) {
+                        const int i = column + e;
+                        const float x = u ? u[(size_t)i * d + row] : i == row;
+                        const __half high = __float2half_rn(x);
+                        const __half low = __float2half_rn(x - __half2float(high));
+                        half[0][e] = __half_as_ushort(high);
+                        half[1][e] = __half_as_ushort(low);
+                    }
+                    for (int part = 0; part < 2; part++)
+                        out[((((size_t)m * steps + k) * 2 + part) * 32 + lane) * 4 + reg] =
+                            half[part][0] | (uint32_t)half[part][1] << 16;
+                }
+            }
+}
+
+static oscar_status upload_rotations(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o,
+                                     oscar_error *error) {
+    const int d = o->head_dim, h = o->n_kv_heads;
+    const size_t square = (size_t)d * d;
+    uint32_t *fragments = (uint32_t *)malloc(h * square * 4);
+    float *rotated = (float *)malloc((size_t)h * d * sizeof(float));
+    float *transposed = (float *)malloc(h * square * sizeof(float));
+    oscar_status status = OSCAR_OK;
+    if (!fragments || !rotated || !transposed)
+        status = cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the rotations of %d heads", h);
+    if (status == OSCAR_OK) {
+        for (int i = 0; i < h; i++)
+            pack_rotation(o->k_rotation ? o->k_rotation + i * square : NULL, d, fragments + i * square);
+        status = layer_upload(&layer->k_rotation_fragments, fragments, h * square * 4, "k_rotation", error);
+    }
+    if (status == OSCAR_OK && o->k_mean)
+        status = layer_upload((void **)&layer->k_mean, o->k_mean, (size_t)h * d * 4, "k_mean", error);
+    if (status == OSCAR_OK && o->v_mean) {
+        for (int i = 0; i < h; i++)
+            for (int j = 0; j < d; j++) {
+                double sum = 0;
+                for (int k = 0; k < d; k++)
+                    sum += (double)o->v_mean[(size_t)i * d + k] *
+                           (o->v_rotation ? o->v_rotation[i * square + (size_t)k * d + j] : k == j);
+                rotated[(size_t)i * d + j] = (float)sum;
+            }
+        status = layer_upload((void **)&layer->v_mean_rotated, rotated, (size_t)h * d * 4, "v_mean", error);
+    }
+    if (status == OSCAR_OK && o->v_rotation) {
+        for (int i = 0; i < h; i++)
+            for (int k = 0; k < d; k++)
+                for (int j = 0; j < d; j++)
+                    transposed[i * square + (size_t)k * d + j] = o->v_rotation[i * square + (size_t)j * d + k];
+        status = layer_upload((void **)&layer->v_rotation_t, transposed, h * square * 4, "v_rotation", error);
+    }
+    free(fragments);
+    free(rotated);
+    free(transposed);
+    return status;
+}
+
+oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_layer_options *o,
+                                     oscar_error *error) {
+    *out = NULL;
+    oscar_status status = check_options(o, error);
+    if (status != OSCAR_OK) return status;
+    int device = 0, major = 0, minor = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED, "no CUDA device");
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (major < 8)
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
+                              "device %d has compute capability %d.%d, expected 8.0 or later", device, major,
+                              minor);
+    oscar_cuda_layer *layer = new (std::nothrow) oscar_cuda_layer();
+    if (!layer) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for a layer");
+    layer->n_kv_heads = o->n_kv_heads;
+    layer->n_q_heads = o->n_q_heads;
+    layer->head_dim = o->head_dim;
+    layer->window = o->window;
+    layer->sink = o->sink;
+    layer->recent = o->recent;
+    layer->ring = o->ring;
+    layer->bits_k = o->bits_k;
+    layer->bits_v = o->bits_v;
+    layer->recipe = o->recipe;
+    layer->ldlq_k = o->ldlq_k;
+    layer->gain_k = o->gain_k;
+    layer->gain_v = o->gain_v;
+    layer->clip_k = o->clip_k;
+    layer->clip_v = o->clip_v;
+    layer->device = device;
+    layer->bulk = major >= 9;
+    cudaDeviceGetAttribute(&layer->n_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&layer->shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    status = upload_rotations(layer, o, error);
+    if (status == OSCAR_OK && o->n_tracked) status = layer_upload_bias(layer, o, error);
+    if (status != OSCAR_OK) {
+        oscar_cuda_layer_free(layer);
+        return status;
+    }
+    *out = layer;
+    return OSCAR_OK;
+}
+
+void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
+    if (!layer) return;
+    cudaFree(layer->k_rotation_fragments);
+    cudaFree(layer->k_mean);
+    cudaFree(layer->v_mean_rotated);
+    cudaFree(layer->v_rotation_t);
+    cudaFree(layer->bias_table);
+    cudaFree(layer->bias_nu);
+    cudaFree(layer->bias_turn);
+    cudaFree(layer->bias_dims);
+    delete layer;
+}
+
+/* --- host access to tiles ------------------------------------------------------------------------- */
+
+/* Where code `channel` of a token lies: byte in the tile's plane and bit. words: of the plane. */
+struct CodePlace {
+    int byte, bit;
+};
+
+static CodePlace code_place(int d, int side, int slot, int channel, bool one_bit) {
+    const int sub = slot >> 4, r = slot & 15, words = d / 64;
+    int lane = 0, word = 0, half = 0, code = 0, first = 0;
+    if (side == 0) {
+        const int per_group = d > 64 ? 2 : 1, in_group = channel % 128;
+        word = channel / 128 * per_group + in_group / 16 % per_group;
+        lane = 4 * (r & 7) + in_group / (16 * per_group);
+        half = in_group / 8 & 1;
+        code = in_group & 7;
+        first = r >> 3;
+    } else {
+        word = channel / 64;
+        code = channel / 16 % 4 + 4 * (channel / 8 & 1);
+        lane = 4 * (channel & 7) + ((r & 7) >> 1);
+        half = r & 1;
+        first = r >> 3;
+    }
+    int plane_words = words, bit = 16 * half + 2 * code;
+    if (one_bit) {
+        plane_words = (words + 1) / 2;
+        bit += word & 1;
+        word >>= 1;
+    }
+    CodePlace place;
+    place.byte = sub * 256 * plane_words + layout_word(plane_words, lane, first * plane_words + word) + bit / 8;
+    place.bit = bit % 8;
+    return place;
+}
+
+void oscar_cuda_tile_put_row(uint8_t *tile, int32_t d, int32_t bits_k, int32_t bits_v, int32_t side,
+                             int32_t slot, const uint8_t *codes, const uint16_t *params) {
+    const int bits = side ? bits_v : bits_k;
+    uint8_t *low = tile + side * layout_low_bytes(d), *high = tile + layout_high_offset(d, bits_k, side);
+    for (int i = 0; i < d; i++) {
+        const CodePlace p = code_place(d, side, slot, i, false);
+        low[p.byte] = (uint8_t)((low[p.byte] & ~(3 << p.bit)) | (codes[i] & 3) << p.bit);
+        if (bits == 2) continue;
+        const CodePlace q = code_place(d, side, slot, i, bits == 3);
+        const int mask = bits == 3 ? 1 : 3;
+        high[q.byte] = (uint8_t)((high[q.byte] & ~(mask << q.bit)) | (codes[i] >> 2 & mask) << q.bit);
+    }
+    for (int k = 0; k < layout_groups(d); k++)
+        memcpy(tile + layout_param_offset(d, side) + layout_param(k, slot), params + 2 * k, 4);
+}
+
+void oscar_cuda_tile_get_row(const uint8_t *tile, int32_t d, int32_t bits_k, int32_t bits_v, int32_t side,
+                             int32_t slot, uint8_t *codes, uint16_t *params) {
+    const int bits = side ? bits_v : bits_k;
+    const uint8_t *low = tile + side * layout_low_bytes(d);
+    const uint8_t *high = tile + layout_high_offset(d, bits_k, side);
+    for (int i = 0; i < d; i++) {
+        const CodePlace p = code_place(d, side, slot, i, false);
+        codes[i] = low[p.byte] >> p.bit & 3;
+        if (bits == 2) continue;
+        const CodePlace q = code_place(d, side, slot, i, bits == 3);
+        codes[i] |= (uint8_t)((high[q.byte] >> q.bit & (bits == 3 ? 1 : 3)) << 2);
+    }
+    for (int k = 0; k < layout_groups(d); k++)
+        memcpy(params + 2 * k, tile + layout_param_offset(d, side) + layout_param(k, slot), 4);
+}

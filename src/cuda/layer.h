@@ -1,0 +1,38 @@
+/*
+ * layer.h - a layer on the device, as the launchers see it.
+ */
+#ifndef OSCAR_CUDA_LAYER_H
+#define OSCAR_CUDA_LAYER_H
+
+#include "decode_params.h"
+#include "oscar/cuda.h"
+
+/* Device pointers are owned. H = n_kv_heads, d = head_dim. */
+struct oscar_cuda_layer {
+    int32_t n_kv_heads, n_q_heads, head_dim, window, sink, recent, ring;
+    int32_t bits_k, bits_v;
+    int32_t recipe, ldlq_k, gain_k, gain_v;
+    float clip_k, clip_v;
+    int32_t device, n_multiprocessors, shared_max;
+    bool bulk; /* compute capability 9.0 or later */
+    int32_t bias_steps, bias_split_steps;
+    /* For decode: see DecodeParams. */
+    void *k_rotation_fragments;
+    float *k_mean, *v_mean_rotated, *v_rotation_t;
+    void *bias_table, *bias_nu, *bias_turn, *bias_dims;
+};
+
+/* Fills *error (NULL is allowed) and returns status. */
+oscar_status cuda_error_set(oscar_error *error, oscar_status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+/* OSCAR_OK, or what a CUDA call said. */
+oscar_status cuda_check(cudaError_t code, const char *what, oscar_error *error);
+
+/* Fragments of the tracked mean's table; layer_bias.cu. */
+oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *options,
+                               oscar_error *error);
+/* Copies bytes to new device memory. */
+oscar_status layer_upload(void **out, const void *data, size_t bytes, const char *what,
+                          oscar_error *error);
+
+#endif

@@ -1,0 +1,110 @@
+/*
+ * layer_bias.cu - the table of a tracked key mean: (R_i - I) nu for the 64 tokens of a page, as MMA
+ * fragments. Computed in double precision on the host.
+ */
+#include <cuda_fp16.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "layer.h"
+
+/* The turn of one page (64 tokens), in 2^-64 turns: a page's angle is this times its index, mod 1. */
+static unsigned long long page_turn(double inv_freq) {
+    const long double turns = 64.0L * (long double)inv_freq / (2.0L * 3.14159265358979323846264338327950288L);
+    const long double fraction = turns - floorl(turns);
+    return (unsigned long long)(fraction * 18446744073709551616.0L);
+}
+
+struct Pair {
+    int index;
+    double freq;
+    int2 dims;
+    double nu[2];
+};
+
+/* Pairs of one head in order of falling frequency. */
+static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
+    std::vector<Pair> pairs(o->n_tracked);
+    for (int i = 0; i < o->n_tracked; i++) {
+        Pair &p = pairs[i];
+        p.index = o->tracked[(size_t)head * o->n_tracked + i];
+        p.freq = o->rope->inv_freq[p.index];
+        const bool adjacent = o->rope->layout == OSCAR_ROPE_ADJACENT;
+        p.dims.x = adjacent ? 2 * p.index : p.index;
+        p.dims.y = adjacent ? 2 * p.index + 1 : p.index + o->rope->n_dims / 2;
+        const float *nu = o->k_tracked + (size_t)head * o->head_dim;
+        p.nu[0] = (double)nu[p.dims.x] * o->rope->magnitude;
+        p.nu[1] = (double)nu[p.dims.y] * o->rope->magnitude;
+    }
+    std::stable_sort(pairs.begin(), pairs.end(), [](const Pair &a, const Pair &b) { return a.freq > b.freq; });
+    return pairs;
+}
+
+/* (R_i - I) nu. */
+static void table_entry(const Pair &p, int token, double out[2]) {
+    const double angle = p.freq * token, c = cos(angle) - 1.0, s = sin(angle);
+    out[0] = p.nu[0] * c - p.nu[1] * s;
+    out[1] = p.nu[1] * c + p.nu[0] * s;
+}
+
+/* Table columns of a step of 8 pairs: lane t takes pairs 2 t (k = 2 t, 2 t + 1) and 2 t + 1
+ * (k = 2 t + 8, 2 t + 9). out: [2][4][32][4] words. */
+static void pack_step(const Pair *pairs, uint32_t *out) {
+    for (int sub = 0; sub < 4; sub++)
+        for (int lane = 0; lane < 32; lane++)
+            for (int reg = 0; reg < 4; reg++) {
+                const int token = 16 * sub + (lane >> 2) + 8 * (reg & 1);
+                double x[2];
+                table_entry(pairs[2 * (lane & 3) + (reg >> 1)], token, x);
+                uint16_t half[2][2];
+                for (int e = 0; e < 2; e++) {
+                    const __half high = __float2half_rn((float)x[e]);
+                    half[0][e] = __half_as_ushort(high);
+                    half[1][e] = __half_as_ushort(__float2half_rn((float)(x[e] - (double)__half2float(high))));
+                }
+                for (int part = 0; part < 2; part++)
+                    out[((part * 4 + sub) * 32 + lane) * 4 + reg] = half[part][0] | (uint32_t)half[part][1] << 16;
+            }
+}
+
+/* Steps whose table is not small against nu: |R_i - I| is at most 63 f, and fp16 keeps 11 bits, so
+ * below this the high halves alone are as exact as fp32 sums. */
+#define SLOW_PAIR (1.0 / 63 / 128)
+
+oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
+    const int h = o->n_kv_heads, n = o->n_tracked, steps = n / 8;
+    for (int i = 0; i < h * n; i++)
+        if (o->tracked[i] < 0 || o->tracked[i] >= o->rope->n_dims / 2)
+            return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "tracked[%d] is %d, expected a pair below %d", i,
+                                  o->tracked[i], o->rope->n_dims / 2);
+    std::vector<uint32_t> table((size_t)h * steps * 1024);
+    std::vector<float> nu((size_t)h * n * 2);
+    std::vector<unsigned long long> turn((size_t)h * n);
+    std::vector<int2> dims((size_t)h * n);
+    int split = 0;
+    for (int i = 0; i < h; i++) {
+        const std::vector<Pair> pairs = pairs_of(o, i);
+        for (int s = 0; s < steps; s++) {
+            pack_step(&pairs[8 * s], &table[((size_t)i * steps + s) * 1024]);
+            if (pairs[8 * s].freq > SLOW_PAIR) split = std::max(split, s + 1);
+        }
+        for (int k = 0; k < n; k++) {
+            nu[2 * ((size_t)i * n + k)] = (float)pairs[k].nu[0];
+            nu[2 * ((size_t)i * n + k) + 1] = (float)pairs[k].nu[1];
+            turn[(size_t)i * n + k] = page_turn(pairs[k].freq);
+            dims[(size_t)i * n + k] = pairs[k].dims;
+        }
+    }
+    layer->bias_steps = steps;
+    layer->bias_split_steps = split;
+    oscar_status status = layer_upload(&layer->bias_table, table.data(), table.size() * 4, "bias table", error);
+    if (status == OSCAR_OK) status = layer_upload(&layer->bias_nu, nu.data(), nu.size() * 4, "k_tracked", error);
+    if (status == OSCAR_OK)
+        status = layer_upload(&layer->bias_turn, turn.data(), turn.size() * 8, "bias turns", error);
+    if (status == OSCAR_OK) status = layer_upload(&layer->bias_dims, dims.data(), dims.size() * 8, "tracked", error);
+    return status;
+}

@@ -1,0 +1,315 @@
+/*
+ * test_decode.cu - decode attention on the GPU against float64, on the same codes.
+ *
+ * Exit status 77 without a GPU. OSCAR_CUDA_TEST_QUICK=1 keeps to a few small cases, for sanitizers.
+ */
+#include <cuda_runtime.h>
+
+#include "oracle.h"
+
+static int n_cases, n_failures;
+
+static void check(cudaError_t code, const char *what) {
+    if (code == cudaSuccess) return;
+    printf("FAILED %s: %s\n", what, cudaGetErrorString(code));
+    exit(1);
+}
+
+template <class T> static T *upload(const std::vector<T> &v) {
+    if (v.empty()) return NULL;
+    T *p;
+    check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
+    check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    return p;
+}
+
+struct Device {
+    oscar_cuda_layer *layer = NULL;
+    oscar_cuda_decode_args args = OSCAR_CUDA_DECODE_ARGS_INIT;
+    std::vector<void *> owned;
+    template <class T> T *keep(T *p) {
+        owned.push_back((void *)p);
+        return p;
+    }
+    ~Device() {
+        for (void *p : owned) cudaFree(p);
+        oscar_cuda_layer_free(layer);
+    }
+};
+
+static void set_up(Device &device, Problem &p) {
+    oscar_cuda_layer_options o = OSCAR_CUDA_LAYER_OPTIONS_INIT;
+    o.n_kv_heads = p.n_kv_heads;
+    o.n_q_heads = p.n_kv_heads * p.gqa;
+    o.head_dim = p.d;
+    o.window = p.window;
+    o.sink = p.sink;
+    o.recent = p.recent;
+    o.ring = p.ring;
+    o.bits_k = p.bits_k;
+    o.bits_v = p.bits_v;
+    o.n_tracked = p.n_tracked;
+    o.tracked = p.tracked.data();
+    o.rope = &p.rope;
+    if (p.rotated) {
+        o.k_rotation = p.k_rotation.data();
+        o.v_rotation = p.v_rotation.data();
+    }
+    if (p.means) {
+        o.k_mean = p.k_mean.data();
+        o.v_mean = p.v_mean.data();
+    }
+    o.k_tracked = p.k_tracked.data();
+    oscar_error error;
+    if (oscar_cuda_layer_create(&device.layer, &o, &error) != OSCAR_OK) {
+        printf("FAILED layer: %s\n", error.message);
+        exit(1);
+    }
+    oscar_cuda_decode_args &a = device.args;
+    a.n_seqs = (int)p.lengths.size();
+    a.n_q_tokens = p.n_q_tokens;
+    a.q_dtype = p.q_bf16 ? OSCAR_DTYPE_BF16 : OSCAR_DTYPE_F16;
+    a.out_dtype = OSCAR_DTYPE_F32;
+    a.q = device.keep(upload(p.q));
+    a.pages = device.keep(upload(p.pages));
+    a.block_table = device.keep(upload(p.table));
+    a.table_stride = p.table_stride;
+    a.lengths = device.keep(upload(p.lengths));
+    a.slots = device.keep(upload(p.slots));
+    a.overlay_k = device.keep(upload(p.overlay_k));
+    a.overlay_v = device.keep(upload(p.overlay_v));
+    a.sink_logits = p.sink_logits ? device.keep(upload(p.sinks)) : NULL;
+    a.logit_scale = p.logit_scale;
+    a.logit_softcap = p.softcap;
+    a.out_rotated = p.out_rotated;
+    const size_t bytes = oscar_cuda_workspace_bytes(device.layer, a.n_seqs, a.n_q_tokens);
+    check(cudaMalloc(&a.workspace, bytes), "workspace");
+    check(cudaMemset(a.workspace, 0, bytes), "workspace");
+    device.keep(a.workspace);
+    check(cudaMalloc(&a.out, p.q.size() * 4), "out");
+    device.keep(a.out);
+}
+
+static std::vector<float> decode(Device &device, size_t n) {
+    std::vector<float> out(n);
+    check(cudaMemset(device.args.out, 0xff, n * 4), "poison");
+    oscar_error error;
+    if (oscar_cuda_decode(device.layer, &device.args, NULL, &error) != OSCAR_OK) {
+        printf("FAILED decode: %s\n", error.message);
+        exit(1);
+    }
+    check(cudaDeviceSynchronize(), "decode");
+    check(cudaMemcpy(out.data(), device.args.out, n * 4, cudaMemcpyDeviceToHost), "copy");
+    return out;
+}
+
+/* Worst row by |out - expected| / |expected|, and all rows together. */
+static void errors_of(const Problem &p, const std::vector<float> &out, double *worst, double *all) {
+    double error = 0, norm = 0;
+    *worst = 0;
+    const size_t per_seq = p.q.size() / p.lengths.size();
+    for (size_t r = 0; r < out.size() / p.d; r++) {
+        if (p.lengths[r * p.d / per_seq] == 0) continue;
+        double e = 0, n = 0;
+        for (int i = 0; i < p.d; i++) {
+            const double x = out[r * p.d + i] - p.expected[r * p.d + i];
+            e += x * x;
+            n += p.expected[r * p.d + i] * p.expected[r * p.d + i];
+        }
+        if (!(sqrt(e / n) <= *worst)) *worst = sqrt(e / n);
+        error += e;
+        norm += n;
+    }
+    *all = sqrt(error / norm);
+}
+
+static void run_case(const char *name, Problem &p, double tolerance, bool loud) {
+    p.seed += (uint64_t)n_cases;
+    build(p);
+    Device device;
+    set_up(device, p);
+    const std::vector<float> first = decode(device, p.q.size()), second = decode(device, p.q.size());
+    double worst, all;
+    errors_of(p, first, &worst, &all);
+    const bool same = memcmp(first.data(), second.data(), first.size() * 4) == 0;
+    const bool good = worst <= tolerance && same;
+    n_cases++;
+    n_failures += !good;
+    if (!good || loud)
+        printf("%s %s: d %d, %d KV heads x %d, %d query tokens, %zu sequences of %d.., sink %d recent %d window %d, "
+               "%d tracked, bits %d/%d: worst row %.2e, all %.2e%s (seed %llu)\n",
+               good ? "ok    " : "FAILED", name, p.d, p.n_kv_heads, p.gqa, p.n_q_tokens, p.lengths.size(), p.lengths[0],
+               p.sink, p.recent, p.window, p.n_tracked, p.bits_k, p.bits_v, worst, all,
+               same ? "" : ", two runs differ", (unsigned long long)p.seed);
+}
+
+static Problem make(int d, int gqa, std::vector<int> lengths) {
+    Problem p;
+    p.d = d;
+    p.gqa = gqa;
+    p.lengths = lengths;
+    return p;
+}
+
+/* Lengths around the edges of pages and windows. */
+static void test_edges(int d) {
+    const int edges[] = {1,   2,   7,   8,   9,   15,  16,  17,  63,  64,  65,  71,  72,  127, 128,
+                         129, 255, 256, 257, 318, 319, 320, 321, 322, 383, 384, 385, 447, 448, 449, 512};
+    for (int n : edges) {
+        Problem p = make(d, 4, {n});
+        run_case("edge", p, 1e-3, false);
+        Problem s = make(d, 6, {n, 3 * n + 1});
+        s.sink = 5;
+        s.recent = 19;
+        s.ring = 64;
+        run_case("small windows", s, 1e-3, false);
+    }
+    for (int n = 1; n <= 128; n += 1) {
+        Problem p = make(d, 2, {n, 129 - n});
+        p.n_kv_heads = 1;
+        p.sink = 3;
+        p.recent = 1;
+        p.ring = 64;
+        run_case("1 to 2 pages", p, 1e-3, false);
+    }
+    printf("d %d edges: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
+static void test_groups(int d) {
+    for (int gqa = 1; gqa <= 16; gqa++) {
+        Problem p = make(d, gqa, {700, 5, 3000, 64, 0, 1111});
+        p.q_bf16 = gqa % 2;
+        run_case("group", p, 1e-3, false);
+        Problem b = make(d, gqa, {1500, 321});
+        b.n_tracked = 16;
+        b.bias_size = 3;
+        run_case("group, bias", b, 1e-3, false);
+    }
+    printf("d %d groups: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
+static void test_features(int d) {
+    for (int k = 0; k < 24; k++) {
+        Problem p = make(d, 1 + (k * 5) % 16, {2000 + 37 * k, 90, 400});
+        p.softcap = k % 3 == 1 ? 20.0f : 0.0f;
+        p.sink_logits = k % 2;
+        p.window = k % 4 == 3 ? 700 : k % 8 == 2 ? 100 : 0;
+        p.n_tracked = k % 4 == 0 ? 0 : k % 4 == 1 ? 16 : k % 4 == 2 ? 32 : d / 2;
+        p.bias_size = 2;
+        p.adjacent = k & 1;
+        p.rotated = k % 5 != 4;
+        p.means = k % 7 != 6;
+        p.out_rotated = k % 3 == 2;
+        run_case("features", p, 1e-3, false);
+    }
+    for (int tokens = 2; tokens <= 8; tokens++) {
+        Problem p = make(d, tokens == 5 ? 6 : tokens == 7 ? 1 : 4, {1000, tokens, 400, 64 + tokens, 320});
+        p.n_q_tokens = tokens;
+        p.window = tokens == 4 ? 300 : 0;
+        p.n_tracked = tokens % 2 ? 16 : 0;
+        p.bias_size = 2;
+        run_case("query tokens", p, 1e-3, false);
+    }
+    std::vector<int> many;
+    for (int i = 0; i < 70; i++) many.push_back((i * 37) % 400);
+    Problem p = make(d, 4, many);
+    p.ring = 256;
+    p.recent = 100;
+    run_case("70 sequences", p, 1e-3, false);
+    printf("d %d features: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
+/* |b| = 1,000: any error of the bias is an error of the logits, and shows in the output. */
+static void test_large_bias(int d) {
+    for (int slow = 0; slow < 2; slow++)
+        for (int tracked : {16, d / 2}) {
+            Problem p = make(d, 4, {4133, 100000});
+            p.n_kv_heads = 1;
+            p.n_tracked = tracked;
+            p.bias_size = 1000.0 / sqrt((double)tracked);
+            p.slow_pairs = slow;
+            p.logit_scale = 1;
+            run_case("bias of 1,000, logit scale 1", p, 1e-2, true);
+        }
+}
+
+static void test_long(int d, int gqa) {
+    for (int tracked : {0, 16}) {
+        Problem p = make(d, gqa, {99983});
+        p.n_kv_heads = 2;
+        p.n_tracked = tracked;
+        p.bias_size = 5;
+        run_case("long", p, 1e-3, true);
+    }
+}
+
+/* One captured graph serves growing sequences. */
+static void test_graph(int d) {
+    Problem p = make(d, 8, {1500, 700});
+    p.seed = 99;
+    build(p);
+    Device device;
+    set_up(device, p);
+    int *lengths = (int *)device.args.lengths;
+    const std::vector<int> none(2, 1);
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    check(cudaStreamCreate(&stream), "stream");
+    decode(device, p.q.size());
+    check(cudaMemcpy(lengths, none.data(), 8, cudaMemcpyHostToDevice), "lengths");
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+    oscar_error error;
+    if (oscar_cuda_decode(device.layer, &device.args, stream, &error) != OSCAR_OK) {
+        printf("FAILED capture: %s\n", error.message);
+        exit(1);
+    }
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    check(cudaMemcpy(lengths, p.lengths.data(), 8, cudaMemcpyHostToDevice), "lengths");
+    check(cudaMemset(device.args.out, 0xff, p.q.size() * 4), "poison");
+    check(cudaGraphLaunch(exec, stream), "launch");
+    check(cudaStreamSynchronize(stream), "graph");
+    std::vector<float> out(p.q.size());
+    check(cudaMemcpy(out.data(), device.args.out, out.size() * 4, cudaMemcpyDeviceToHost), "copy");
+    double worst, all;
+    errors_of(p, out, &worst, &all);
+    n_cases++;
+    n_failures += !(worst <= 1e-3);
+    printf("%s graph: worst row %.2e\n", worst <= 1e-3 ? "ok    " : "FAILED", worst);
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+}
+
+int main(int argc, char **argv) {
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        fprintf(stderr, "SKIPPED: no CUDA device, decode attention on GPUs is NOT tested\n");
+        return 77;
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    const bool quick = getenv("OSCAR_CUDA_TEST_QUICK") != NULL;
+    for (int d : {128, 64, 256}) {
+        if (argc > 1 && atoi(argv[1]) != d) continue;
+        if (quick) {
+            for (int gqa : {4, 7, 12, 16}) {
+                Problem p = make(d, gqa, {450, 70});
+                p.n_kv_heads = 1;
+                p.n_tracked = gqa == 7 ? 16 : 0;
+                p.bias_size = 2;
+                run_case("quick", p, 1e-3, true);
+            }
+            continue;
+        }
+        test_edges(d);
+        test_groups(d);
+        test_features(d);
+        test_graph(d);
+        test_large_bias(d);
+        if (d == 128)
+            for (int gqa : {4, 8, 12}) test_long(d, gqa);
+    }
+    printf("%d cases, %d failures\n", n_cases, n_failures);
+    return n_failures != 0;
+}
