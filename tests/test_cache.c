@@ -594,6 +594,59 @@ static void test_shared_tokens(void **state) {
     teardown(&f);
 }
 
+/* A restored sequence goes on as if it had never been away; a cut or flipped one changes nothing. */
+static void test_save_and_restore(void **state) {
+    (void)state;
+    uint64_t seed = rng_seed("save_and_restore", 12);
+    for (int kv = 0; kv < 2; kv++) {
+        shape s = SMALL;
+        s.kv_type = kv;
+        fixture f, g;
+        setup(&f, &s, seed, 2, MAX_TOKENS);
+        setup(&g, &s, seed, 2, MAX_TOKENS);
+        size_t qf = q_floats(&f);
+        float *want = calloc(400 * qf, sizeof(float)), *out = calloc(400 * qf, sizeof(float));
+        feed_chunks(&f, 0, 0, 300, (int[]){100, 0}, want);
+        size_t n = oscar_seq_save_bytes(f.cache, 0), used;
+        uint8_t *saved = malloc(n);
+        oscar_error error;
+        assert_int_equal(oscar_seq_save(f.cache, 0, saved, n - 1, &error), OSCAR_ERROR_ARGUMENT);
+        assert_int_equal(oscar_seq_save(f.cache, 0, saved, n, &error), OSCAR_OK);
+        assert_int_equal(oscar_seq_restore(g.cache, 1, saved, n, &used, &error), OSCAR_OK);
+        assert_int_equal(used, n);
+        feed_chunks(&f, 0, 300, 400, (int[]){30, 0}, want);
+        feed_chunks(&g, 1, 300, 390, (int[]){30, 0}, out);
+        assert_int_equal(oscar_seq_truncate(g.cache, 1, 380, NULL, &error), OSCAR_OK);
+        feed_chunks(&g, 1, 380, 400, (int[]){30, 0}, out + 80 * qf);
+        assert_true(worst_error(out, want, 100 * qf) < 1e-4);
+
+        /* Flips and cuts: a spread of bytes, all of the header. */
+        for (size_t i = 0; i < n; i += i < 72 ? 1 : 997) {
+            saved[i] ^= 0x10;
+            assert_int_not_equal(oscar_seq_restore(g.cache, 1, saved, n, NULL, &error), OSCAR_OK);
+            saved[i] ^= 0x10;
+            assert_int_not_equal(oscar_seq_restore(g.cache, 1, saved, i, NULL, &error), OSCAR_OK);
+        }
+        assert_int_equal(oscar_seq_length(g.cache, 1), 400);
+
+        /* Under other windows, bits or rotations. */
+        for (int way = 0; way < 3; way++) {
+            if (kv == OSCAR_KV_F32 && way > 0) break;
+            oscar_cache_options o = options_for(&g, &s, 1, MAX_TOKENS);
+            if (way == 0) o.recent++;
+            if (way == 1) o.bits_k = 3;
+            if (way == 2) g.rotations->layers[0].k_mean[0] += 1.0f;
+            oscar_cache *other;
+            assert_int_equal(oscar_cache_create(&other, &o, &error), OSCAR_OK);
+            assert_int_equal(oscar_seq_restore(other, 0, saved, n, NULL, &error), OSCAR_ERROR_MISMATCH);
+            oscar_cache_free(other);
+        }
+        free(saved), free(want), free(out);
+        teardown(&f);
+        teardown(&g);
+    }
+}
+
 static void test_create_errors(void **state) {
     (void)state;
     fixture f;
@@ -643,7 +696,7 @@ int main(void) {
         cmocka_unit_test(test_gqa_ratios),    cmocka_unit_test(test_softcap_and_sinks),
         cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_no_space),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_shared_tokens),
-        cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

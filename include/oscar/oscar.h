@@ -262,6 +262,26 @@ OSCAR_API oscar_status oscar_seq_fork(oscar_cache *cache, int32_t dst, int32_t s
 OSCAR_API oscar_status oscar_seq_clear(oscar_cache *cache, int32_t seq, oscar_error *error);
 
 /* ------------------------------------------------------------------------------------------------
+ * Saving and restoring a sequence (docs/FORMAT.md, "Saved sequence")
+ *
+ * The saved form is independent of the page layout, carries a version and a checksum, and names the
+ * geometry, rotations, recipe, bits and windows it was made under.
+ */
+
+/* Bytes that oscar_seq_save() writes for the sequence as it is now. 0 for a bad id. */
+OSCAR_API size_t oscar_seq_save_bytes(const oscar_cache *cache, int32_t seq);
+/* Errors: ARGUMENT (bad id, out_bytes too small: the message says how many are needed). */
+OSCAR_API oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, size_t out_bytes,
+                                      oscar_error *error);
+/* Replaces what `seq` holds. Every byte is checked before anything is touched: on error the
+ * sequence is as it was. *used (NULL is allowed) receives the bytes read, which may be fewer than
+ * `bytes`. Errors: FORMAT (cut, flipped; position: byte offset), MISMATCH (made under another
+ * geometry, rotation, recipe, bits or window; the message says which), UNSUPPORTED (newer version),
+ * NO_SPACE. */
+OSCAR_API oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data, size_t bytes,
+                                         size_t *used, oscar_error *error);
+
+/* ------------------------------------------------------------------------------------------------
  * Attention
  */
 

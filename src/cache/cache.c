@@ -389,6 +389,7 @@ static oscar_status create(oscar_cache **out, const oscar_cache_options *o, int3
         oscar_cache_free(cache);
         return status;
     }
+    cache_fingerprint(cache, o);
     cache->options.layers = NULL;
     cache->options.rotations = NULL;
     *out = cache;

@@ -152,6 +152,7 @@ struct oscar_cache {
     size_t partial_floats; /* floats of one partial */
     int32_t max_items;
     size_t max_head_dim, max_q_dim; /* over the layers */
+    uint64_t geometry_hash, fit_hash; /* of what a saved sequence depends on, see save.c */
 };
 
 /* Comparisons only (oscar eval): oscar_cache_create() with the KIVI quantiser, keys per channel over
@@ -159,6 +160,9 @@ struct oscar_cache {
  * as float32; oscar_cache_stats.history_bits says what it would take. */
 oscar_status cache_create_kivi(oscar_cache **out, const oscar_cache_options *options,
                                int32_t group_tokens, oscar_error *error);
+
+/* Fills geometry_hash and fit_hash. */
+void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options);
 
 /* The parts of a step, see step.c. */
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch);
