@@ -189,7 +189,8 @@ static uint64_t random_mask(void) {
 }
 
 /* Logits with a standard deviation of `spread`. */
-static tile_case tile_case_make(int d, int q_dim, int n_rows, int n_tiles, float cap, float spread) {
+static tile_case tile_case_make(int d, int q_dim, int n_rows, int n_tiles, float cap,
+                                float spread) {
     size_t rows = (size_t)n_rows, tiles = (size_t)n_tiles;
     tile_case c = {.n_tiles = n_tiles};
     c.rows = (attn_rows){.n_rows = n_rows,
@@ -488,6 +489,59 @@ static void test_rows_are_independent(void **state) {
     }
 }
 
+/* A row with an empty mask is not touched, whatever its state holds. */
+static void test_empty_masks(void **state) {
+    (void)state;
+    const attn_ops *ops[3];
+    int n_ops = tables(ops);
+    random_state = rng_seed(__func__, 20261129);
+    for (int i = 0; i < N_HEAD_DIMS * n_ops; i++) {
+        int d = head_dims[i / n_ops], n_rows = 1 + random_below(40);
+        tile_case c = tile_case_make(d, d, n_rows, 1, 0, 1);
+        tile_case_reset(&c);
+        for (int r = 0; r < n_rows; r++) {
+            c.masks[r] = random_below(2) ? 0 : UINT64_MAX;
+            if (c.masks[r]) continue;
+            c.rows.row_sum[r] = 7;
+            for (int j = 0; j < d; j++) c.rows.acc[r * d + j] = (float)j;
+        }
+        ops[i % n_ops]->tile(&c.rows, c.keys, c.values, c.masks);
+        for (int r = 0; r < n_rows; r++) {
+            assert_int_equal(c.masks[r] == 0, c.rows.row_max[r] == -INFINITY);
+            for (int j = 0; c.masks[r] == 0 && j < d; j++) {
+                assert_true(c.rows.row_sum[r] == 7);
+                assert_true(c.rows.acc[r * d + j] == (float)j);
+            }
+        }
+        tile_case_free(&c);
+    }
+}
+
+/* Products that overflow to -inf have weight 0, also while a row has seen nothing else. */
+static void test_overflow(void **state) {
+    (void)state;
+    const attn_ops *ops[3];
+    int n_ops = tables(ops);
+    random_state = rng_seed(__func__, 20261129);
+    for (int o = 0; o < n_ops; o++) {
+        tile_case c = tile_case_make(64, 64, 7, 2, 0, 1);
+        for (int t = 0; t < TILE; t++) c.keys[t] = -1e30f;
+        memset(c.keys + 64 * TILE, 0, 64 * TILE * sizeof(float));
+        for (int r = 0; r < 7; r++) {
+            c.rows.q[r * 64] = 1e30f;
+            c.masks[r] = UINT64_MAX;
+            c.masks[7 + r] = r == 0 ? 0 : UINT64_C(1) << r;
+        }
+        tile_case_run(&c, ops[o]);
+        for (int i = 0; i < 7 * 64; i++) {
+            int r = i / 64;
+            assert_true(c.rows.row_sum[r] == (r == 0 ? 0 : 1));
+            assert_true(c.rows.acc[i] == (r == 0 ? 0 : c.values[(TILE + r) * 64 + i % 64]));
+        }
+        tile_case_free(&c);
+    }
+}
+
 /* --- rotations ------------------------------------------------------------------------------ */
 
 static void check_rotation(const attn_ops *ops, int d, int n_rows, bool back) {
@@ -513,6 +567,10 @@ static void check_rotation(const attn_ops *ops, int d, int n_rows, bool back) {
             assert_int_equal(float_bits(y[r * y_stride + j]), 0x7fc12345);
     }
     assert_guard(y + n);
+    float *alone = random_floats((size_t)d, 0), *last = y + (n_rows - 1) * y_stride;
+    (back ? ops->rotate_back : ops->rotate)(d, u, 1, x + (n_rows - 1) * x_stride, d, alone, d);
+    assert_memory_equal(alone, last, (size_t)d * sizeof(float));
+    aligned_free(alone);
     aligned_free(u);
     aligned_free(x);
     aligned_free(y);
@@ -552,6 +610,8 @@ int main(void) {
         cmocka_unit_test(test_softcap),
         cmocka_unit_test(test_every_element),
         cmocka_unit_test(test_rows_are_independent),
+        cmocka_unit_test(test_empty_masks),
+        cmocka_unit_test(test_overflow),
         cmocka_unit_test(test_rotations),
         cmocka_unit_test(test_dispatch),
     };

@@ -39,12 +39,15 @@ typedef struct attn_ops {
     void (*widen_keys)(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys);
     void (*widen_values)(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values);
     /* One tile. keys: [q_dim][64], values: [64][head_dim]; masks: [n_rows] visible positions.
-     * Rows with an empty mask are left as they were. Positions outside every mask must be finite. */
+     * Rows with an empty mask are left as they were. Positions outside every mask must be finite.
+     * What a row receives does not depend, to the bit, on the other rows of the block. */
     void (*tile)(attn_rows *rows, const float *keys, const float *values, const uint64_t *masks);
-    /* y[r] = x[r] U for n_rows rows: row vector times matrix, [head_dim, head_dim]. */
+    /* y[r] = x[r] U for n_rows rows: row vector times matrix, [head_dim, head_dim]. x and y do not
+     * overlap; any n_rows, rows as independent as above. */
     void (*rotate)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
                    int64_t x_stride, float *y, int64_t y_stride);
-    /* y[r] = x[r] U^T. */
+    /* y[r] = x[r] U^T. Turns U as it goes, which for few rows costs as much as the product: who
+     * can keep U^T calls rotate with it. */
     void (*rotate_back)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
                         int64_t x_stride, float *y, int64_t y_stride);
 } attn_ops;

@@ -19,7 +19,9 @@ static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-static inline vf vf_round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vf vf_round(vf x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 static inline vf vf_copysign(vf x, vf sign) {
     return _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
@@ -46,7 +48,6 @@ static inline vf vf_hide(uint32_t bits, vf x) {
     return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, lane_mask(bits));
 }
 
-static inline float vf_first(vf x) { return _mm256_cvtss_f32(x); }
 static inline float vf_sum(vf x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -78,6 +79,7 @@ static inline vf vf_from_int(vi x) { return _mm256_cvtepi32_ps(x); }
  * take 32 columns, or too few sums would be under way to cover the latency. */
 #define ROWS_MAX 6
 #define GEMM_BLOCKS(X) X(1, 2) X(2, 2) X(3, 2) X(4, 2) X(5, 2) X(6, 2) X(1, 4) X(2, 4)
+static inline int block_rows(int n_rows) { return n_rows <= 2 ? 2 : 6; }
 static inline int panel_units(int n_rows) { return n_rows <= 2 ? 2 : 1; }
 
 #define ATTN_X86_TABLE attn_ops_avx2

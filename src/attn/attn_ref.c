@@ -31,7 +31,8 @@ static uint32_t code_at(const page_side *side, const uint8_t *page, int slot, in
         int i32 = key ? channel % 32 : slot % 32;
         int row = key ? tile : tile / 2;
         int row_blocks = key ? (side->head_dim + 31) / 32 : n_blocks;
-        size_t high = ((size_t)row * (size_t)row_blocks + (size_t)(key ? channel / 32 : block)) * 64;
+        int high_block = key ? channel / 32 : block;
+        size_t high = ((size_t)row * (size_t)row_blocks + (size_t)high_block) * 64;
         uint32_t word = load_lane(page + side->high_offset + high, lane);
         code |= (word >> (8 * (i32 % 4) + i32 / 4) & 1) << 2;
     }

@@ -3,9 +3,10 @@
  *
  * The including file defines, before the include:
  *   LANES                 floats in a vector: 8 or 16
- *   vf, vi                vectors of floats and of 32-bit integers, and the operations below on them
- *   ROWS_MAX              rows of a register block
- *   panel_units(n_rows)   16-column units of a register block for a product of that many rows
+ *   vf, vi                vectors of floats and of 32-bit integers, and operations on them
+ *   ROWS_MAX              rows of the highest register block
+ *   block_rows(n_rows), panel_units(n_rows)
+ *                         rows and 16-column units of a register block for a product of n_rows rows
  *   GEMM_BLOCKS(X)        X(rows, vectors) for every register block there is
  *   ATTN_X86_TABLE, ATTN_X86_NAME   what the table at the end is called
  *
@@ -26,7 +27,11 @@
 #define TILE_VECS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
 /* Loops over registers must vanish; -O3 alone does not promise it. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 /* --- matrix products ------------------------------------------------------------------------ */
 
@@ -41,30 +46,28 @@ typedef struct gemm {
     const float *alpha; /* [n_rows] factors of the old C; NULL: C starts from zero */
 } gemm;
 
-/* One register block: n_rows x n_vecs vectors of C, both constants after inlining. */
+/* For every vector (r, v) of a register block. */
+#define FOR_BLOCK                                                                                  \
+    UNROLL for (int r = 0; r < ROWS_MAX; r++)                                                      \
+        UNROLL for (int v = 0; v < 4; v++)                                                         \
+            if (r < n_rows && v < n_vecs)
+
+/* One register block: n_rows x n_vecs vectors of C, both constants once inlined. The loops have
+ * fixed bounds, so that they vanish before that too: Clang unrolls first. */
 INLINE void gemm_block(const int n_rows, const int n_vecs, const gemm *g) {
-    vf acc[ROWS_MAX][4];
-    const float *a = g->a, *b = g->b;
-    int64_t a_stride = g->a_stride, b_stride = g->b_stride;
-    UNROLL for (int r = 0; r < n_rows; r++) {
-        UNROLL for (int v = 0; v < n_vecs; v++) {
-            acc[r][v] = vf_zero();
-            if (g->alpha)
-                acc[r][v] = vf_mul(vf_set1(g->alpha[r]),
-                                   vf_load(g->c + r * g->c_stride + v * LANES));
-        }
+    vf acc[ROWS_MAX][4], bk[4];
+    const float *a = g->a, *b = g->b, *alpha = g->alpha;
+    float *c = g->c;
+    const int64_t a_stride = g->a_stride, b_stride = g->b_stride, c_stride = g->c_stride;
+    const int32_t n_k = g->n_k;
+    FOR_BLOCK acc[r][v] = vf_zero();
+    if (alpha)
+        FOR_BLOCK acc[r][v] = vf_mul(vf_set1(alpha[r]), vf_load(c + r * c_stride + v * LANES));
+    for (int32_t k = 0; k < n_k; k++, b += b_stride) {
+        UNROLL for (int v = 0; v < 4; v++) bk[v] = v < n_vecs ? vf_load(b + v * LANES) : vf_zero();
+        FOR_BLOCK acc[r][v] = vf_fma(vf_set1(a[r * a_stride + k]), bk[v], acc[r][v]);
     }
-    for (int32_t k = 0; k < g->n_k; k++, b += b_stride) {
-        vf bk[4];
-        UNROLL for (int v = 0; v < n_vecs; v++) bk[v] = vf_load(b + v * LANES);
-        UNROLL for (int r = 0; r < n_rows; r++) {
-            vf ak = vf_set1(a[r * a_stride + k]);
-            UNROLL for (int v = 0; v < n_vecs; v++) acc[r][v] = vf_fma(ak, bk[v], acc[r][v]);
-        }
-    }
-    UNROLL for (int r = 0; r < n_rows; r++)
-        UNROLL for (int v = 0; v < n_vecs; v++)
-            vf_store(g->c + r * g->c_stride + v * LANES, acc[r][v]);
+    FOR_BLOCK vf_store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
 #define GEMM_BLOCK(rows, vecs)                                                                     \
@@ -78,9 +81,9 @@ static void (*const gemm_kernels[ROWS_MAX][4 / UNIT_VECS])(const gemm *) = {
 /* The whole product, n_columns a multiple of 16. Panels of columns outside, so that a panel of B
  * stays in the nearest cache while all rows pass; rows in blocks of nearly equal height. */
 static void gemm_run(const gemm *whole, int32_t n_rows, int32_t n_columns) {
-    int32_t n_units = n_columns / 16, widest = panel_units(n_rows);
+    int32_t n_units = n_columns / 16, widest = panel_units(n_rows), highest = block_rows(n_rows);
     int32_t n_panels = (n_units + widest - 1) / widest;
-    int32_t n_blocks = (n_rows + ROWS_MAX - 1) / ROWS_MAX;
+    int32_t n_blocks = (n_rows + highest - 1) / highest;
     for (int32_t p = 0; p < n_panels; p++) {
         int32_t unit = n_units * p / n_panels, units = n_units * (p + 1) / n_panels - unit;
         for (int32_t i = 0; i < n_blocks; i++) {
@@ -110,7 +113,8 @@ typedef struct code_words {
 } code_words;
 
 /* high: the block of the second plane; its odd_half holds our 16 when it spans 32 (3 bits). */
-INLINE code_words load_words(const int bits, const uint8_t *low, const uint8_t *high, int odd_half) {
+INLINE code_words load_words(const int bits, const uint8_t *low, const uint8_t *high,
+                             int odd_half) {
     code_words w;
     vi word = vi_load(low);
     w.low[0] = word;
@@ -139,12 +143,18 @@ INLINE vf code_floats(const int bits, const code_words *w, const int i) {
     return vf_from_int(code);
 }
 
-static float exp2_negative(int k) { return bits_float((uint32_t)(127 - k) << 23); }
+/* The bits of LANES slots from `slot` on. */
+INLINE uint32_t lane_bits(uint64_t slots, int slot) {
+    return (uint32_t)(slots >> slot) & ((1u << LANES) - 1);
+}
+
+/* 2^-k */
+INLINE float exp2_negative(int k) { return bits_float((uint32_t)(127 - k) << 23); }
 
 /* Steps and offsets of LANES tokens of a group from `slot` on; zeros where they are not valid, so
  * that whatever the codes are there comes out as zero. params: [2][64] fp16. */
 INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *step, vf *offset) {
-    uint32_t bits = (uint32_t)(valid >> slot) & ((1u << LANES) - 1);
+    uint32_t bits = lane_bits(valid, slot);
     *step = vf_keep(bits, vf_load_fp16(params + 2 * slot));
     *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
 }
@@ -209,7 +219,8 @@ INLINE void unpack_values_bits(const int bits, const page_side *side, const uint
             const uint8_t *low = page + (tile * n_blocks + b) * 64;
             const uint8_t *high = page + side->high_offset + (high_row * n_blocks + b) * 64;
             UNROLL for (int v = 0; v < UNIT_VECS; v++) {
-                code_words w = load_words(bits, low + 4 * LANES * v, high + 4 * LANES * v, tile % 2);
+                int at = 4 * LANES * v;
+                code_words w = load_words(bits, low + at, high + at, tile % 2);
                 float *out = values + 16 * tile * d + 16 * b + LANES * v;
                 UNROLL for (int i = 0; i < 16; i++)
                     vf_store(out + i * d, vf_fma(code_floats(bits, &w, i), vf_set1(scaled[i]),
@@ -239,8 +250,8 @@ static void unpack_values(const page_side *side, const uint8_t *page, uint64_t v
 static void widen_keys(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys) {
     for (int32_t c = 0; c < head_dim; c++)
         for (int t = 0; t < TILE; t += LANES)
-            vf_store(keys + c * TILE + t, vf_keep((uint32_t)(valid >> t) & ((1u << LANES) - 1),
-                                                  vf_load_bf16(page + c * TILE + t)));
+            vf_store(keys + c * TILE + t,
+                     vf_keep(lane_bits(valid, t), vf_load_bf16(page + c * TILE + t)));
 }
 
 static void widen_values(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values) {
@@ -251,8 +262,8 @@ static void widen_values(int32_t head_dim, const uint16_t *page, uint64_t valid,
 
 /* --- softmax -------------------------------------------------------------------------------- */
 
-/* exp(x) for x <= 0, -inf included, relative error below 2e-7; zero below e^-87.3, where floats end.
- * x = n ln 2 + r; coefficients interpolate (e^r - 1 - r) / r^2 at Chebyshev nodes. */
+/* exp(x) for x <= 0, -inf included, relative error below 2e-7; zero below x = -87.3, where normal
+ * floats end. x = n ln 2 + r; coefficients interpolate (e^r - 1 - r) / r^2 at Chebyshev nodes. */
 INLINE vf vf_exp(vf x) {
     vf least = vf_set1(-87.3f), clamped = vf_max(x, least);
     vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
@@ -281,21 +292,21 @@ INLINE vf vf_tanh(vf x) {
     return vf_copysign(vf_where_less(a, vf_set1(0.625f), near, far), x);
 }
 
-/* Products of row r to weights relative to its new maximum, in place; returns the factor of all
- * that was summed before. The maximum starts at -inf: never subtract it from itself. */
-INLINE float row_softmax(attn_rows *rows, int r, uint64_t mask) {
+/* Products of row r to weights relative to its new maximum, in place. *drop: by how much all that
+ * was summed before falls, as a logarithm; *sum: of the new weights. The maximum starts at -inf:
+ * never subtract it from itself. */
+INLINE void row_softmax(attn_rows *rows, int r, uint64_t mask, float *drop, float *sum) {
     float *logits = rows->logits + (int64_t)r * TILE;
     vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r]), scale = vf_set1(rows->logit_scale);
-    vf top = vf_set1(-INFINITY), sum = vf_zero();
+    vf top = vf_set1(-INFINITY), total = vf_zero();
     float cap = rows->logit_softcap;
     UNROLL for (int v = 0; v < TILE_VECS; v++)
         x[v] = vf_mul(vf_add(vf_load(logits + v * LANES), bias), scale);
     if (cap > 0.0f)
-        for (int v = 0; v < TILE_VECS; v++)
+        UNROLL for (int v = 0; v < TILE_VECS; v++)
             x[v] = vf_mul(vf_set1(cap), vf_tanh(vf_div(x[v], vf_set1(cap))));
     if (mask != UINT64_MAX)
-        for (int v = 0; v < TILE_VECS; v++)
-            x[v] = vf_hide((uint32_t)(mask >> (v * LANES)) & ((1u << LANES) - 1), x[v]);
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(mask, v * LANES), x[v]);
     UNROLL for (int v = 0; v < TILE_VECS; v++) top = vf_max(top, x[v]);
     float before = rows->row_max[r], now = vf_top(top);
     if (before > now) now = before;
@@ -303,23 +314,27 @@ INLINE float row_softmax(attn_rows *rows, int r, uint64_t mask) {
     UNROLL for (int v = 0; v < TILE_VECS; v++) {
         x[v] = vf_exp(vf_sub(x[v], vf_set1(base)));
         vf_store(logits + v * LANES, x[v]);
-        sum = vf_add(sum, x[v]);
+        total = vf_add(total, x[v]);
     }
-    float alpha = before == now ? 1.0f : vf_first(vf_exp(vf_set1(before - base)));
     rows->row_max[r] = now;
-    rows->row_sum[r] = rows->row_sum[r] * alpha + vf_sum(sum);
-    return alpha;
+    *drop = before - base;
+    *sum = vf_sum(total);
 }
 
 /* A run of rows that all see something of the tile. */
 static void tile_run(attn_rows *rows, int first, int n, const float *keys, const float *values,
                      const uint64_t *masks) {
-    float alpha[ATTN_ROWS_MAX];
+    float alpha[ATTN_ROWS_MAX], sums[ATTN_ROWS_MAX];
     int64_t d = rows->head_dim, q_dim = rows->q_dim;
     float *logits = rows->logits + (int64_t)first * TILE;
     gemm scores = {rows->q_dim, rows->q + first * q_dim, q_dim, keys, TILE, logits, TILE, NULL};
     gemm_run(&scores, n, TILE);
-    for (int r = 0; r < n; r++) alpha[r] = row_softmax(rows, first + r, masks[first + r]);
+    for (int r = 0; r < n; r++)
+        row_softmax(rows, first + r, masks[first + r], &alpha[r], &sums[r]);
+    for (int r = n; r % LANES != 0; r++) alpha[r] = 0.0f;
+    for (int r = 0; r < n; r += LANES) vf_store(alpha + r, vf_exp(vf_load(alpha + r)));
+    for (int r = 0; r < n; r++)
+        rows->row_sum[first + r] = rows->row_sum[first + r] * alpha[r] + sums[r];
     gemm output = {TILE, logits, TILE, values, d, rows->acc + first * d, d, alpha};
     gemm_run(&output, n, rows->head_dim);
 }
@@ -346,7 +361,8 @@ static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float
 INLINE void transpose_8x8(const float *in, int64_t in_stride, float *out, int64_t out_stride) {
     __m256 pair[8], quad[8];
     UNROLL for (int i = 0; i < 8; i += 2) {
-        __m256 a = _mm256_loadu_ps(in + i * in_stride), b = _mm256_loadu_ps(in + (i + 1) * in_stride);
+        __m256 a = _mm256_loadu_ps(in + i * in_stride);
+        __m256 b = _mm256_loadu_ps(in + (i + 1) * in_stride);
         pair[i] = _mm256_unpacklo_ps(a, b);
         pair[i + 1] = _mm256_unpackhi_ps(a, b);
     }
@@ -370,8 +386,8 @@ static void rotate_back(int32_t head_dim, const float *u, int32_t n_rows, const 
     assert(head_dim <= OSCAR_MAX_HEAD_DIM);
     for (int32_t j = 0; j < head_dim; j += 32) {
         int32_t width = head_dim - j < 32 ? head_dim - j : 32;
-        for (int32_t jj = 0; jj < width; jj += 8)
-            for (int32_t i = 0; i < head_dim; i += 8)
+        for (int32_t i = 0; i < head_dim; i += 8)
+            for (int32_t jj = 0; jj < width; jj += 8)
                 transpose_8x8(u + (int64_t)(j + jj) * head_dim + i, head_dim,
                               columns + i * width + jj, width);
         gemm g = {head_dim, x, x_stride, columns, width, y + j, y_stride, NULL};
