@@ -334,7 +334,7 @@ static void agrees_with_float64(void **state) {
     static model_row model;
     const int dims[] = {64, 96, 128, 192, 256};
     for (int mode = 0; mode < 4; mode++) { /* ldlq, gain */
-        long codes = 0, equal = 0;
+        long codes = 0, equal = 0, params = 0, params_equal = 0;
         double error = 0, model_error = 0;
         for (int trial = 0; trial < 15; trial++) {
             const int d = dims[trial % 5], bits = 2 + trial / 5;
@@ -360,12 +360,21 @@ static void agrees_with_float64(void **state) {
                 error += e / xx;
                 model_error += inner(d, model.metric, mine, mine) / xx;
                 for (int j = 0; j < d; j++) equal += model.c[j] == r.codes[row * d + j], codes++;
+                const int n_groups = d / f.codec.group;
+                for (int g = 0; g < n_groups; g++) {
+                    const uint16_t *p = r.params + 2 * (row * n_groups + g);
+                    params_equal += (double)fp16_to_float(p[0]) == model.s[g];
+                    params_equal += (double)fp16_to_float(p[1]) == model.m[g];
+                    params += 2;
+                }
             }
             free(b);
             fixture_free(&f);
         }
-        printf("mode %d: %ld of %ld codes equal, relative error %.6f, float64 %.6f\n", mode, equal, codes, error / 240, model_error / 240);
+        printf("mode %d: %ld of %ld codes and %ld of %ld parameters equal, relative error %.6f, float64 %.6f\n", mode,
+               equal, codes, params_equal, params, error / 240, model_error / 240);
         assert_true(equal >= 0.999 * codes);
+        assert_true(params_equal >= 0.99 * params);
         assert_true(fabs(error / model_error - 1) < 0.01);
     }
 }

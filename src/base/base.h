@@ -27,7 +27,8 @@ static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin
 
 /* The instruction sets that have code of their own, in rising order. */
 typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_COUNT } isa;
-/* The one in use: what CPUID and XCR0 allow, or what OSCAR_ISA or oscar_isa_select() force. */
+/* The one in use: what CPUID and XCR0 allow, or what OSCAR_ISA or oscar_isa_select() force. An
+ * OSCAR_ISA that this machine cannot run changes nothing; oscar_isa_name() tells. */
 isa isa_current(void);
 /* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0);
