@@ -99,7 +99,7 @@ class Tensor:
 
 
 def dump(v):
-    """Protocol 2 without a memo, which pickle.py cannot be asked for."""
+    """Protocol 2 without a memo; real files, which have one, are read where they are at hand."""
     if isinstance(v, Global):
         return v.text
     if isinstance(v, Tensor):
@@ -112,7 +112,9 @@ def dump(v):
         return b"}(" + b"".join(dump(k) + dump(x) for k, x in v.items()) + b"u"
     if isinstance(v, tuple):
         return b"(" + b"".join(map(dump, v)) + b"t"
-    return pickle.dumps(v, 2)[2:-1]  # numbers, text, None, bool: without PROTO and STOP
+    if isinstance(v, str):
+        return b"X" + struct.pack("<I", len(v.encode())) + v.encode()
+    return pickle.dumps(v, 2)[2:-1]  # numbers, None, bool: without PROTO and STOP
 
 
 def torch_file(root, storages, name):
