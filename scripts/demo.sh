@@ -35,7 +35,7 @@ say "the question, after a text of $(wc -w <"$work/prompt") words: in one senten
 printf '\n%s\n\n' "$(cat "$work/answer")"
 
 say "comparing with the exact cache"
-"$oscar" eval kl "$model" --rotations "$rotations" --text "$work/text" --context 2048 --chunks 1 \
-    --skip 512 --methods int2 --json >"$work/kl.json"
+"$oscar" eval kl "$model" --rotations "$rotations" --text "$work/text" --context 1024 --chunks 1 \
+    --skip 384 --methods int2 --json >"$work/kl.json"
 "$oscar" inspect "$model" --json >"$work/model.json"
 python3 "$here/demo_table.py" "$name" "$work/kl.json" "$work/model.json" "$work/log"

@@ -28,8 +28,8 @@ def main():
         log = file.read()
     bits = method["bits"]
     rows = [
-        ("cache a token", f"{kibibytes(exact_bytes * bits / 16)}, in fp16 {kibibytes(exact_bytes)}: "
-                          f"{16 / bits:.1f} times as large"),
+        ("cache a token", f"{kibibytes(exact_bytes * bits / 16)}; fp16 takes {kibibytes(exact_bytes)}, "
+                          f"{16 / bits:.1f} times as much"),
         ("bits an element", f"{bits:.2f}"),
         ("KL to the exact cache", f"{method['kl']:.4f} nats a token"),
         ("same likeliest token", f"{100 * method['top1']:.1f} %"),
