@@ -3,6 +3,7 @@
  * refused.
  */
 #include <dirent.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -31,10 +32,14 @@ static int count_files(void) {
     return n;
 }
 
+/* An empty folder, whatever an interrupted run left there. */
 static int set_up(void **state) {
     (void)state;
     mkdir(FOLDER, 0777);
-    unlink(SAVED);
+    DIR *d = opendir(FOLDER);
+    if (!d) return -1;
+    for (struct dirent *entry; (entry = readdir(d));) unlinkat(dirfd(d), entry->d_name, 0); /* not "." and ".." */
+    closedir(d);
     return 0;
 }
 
@@ -59,7 +64,9 @@ static void assert_same_layer(const rotations_layer *a, const rotations_layer *b
     for (int i = 0; i < ROTATION_N_FIELDS; i++) {
         const float *x = *rotation_array(a, &rotation_fields[i]), *y = *rotation_array(b, &rotation_fields[i]);
         assert_int_equal(!x, !y);
-        if (x) assert_memory_equal(x, y, n_heads * rotation_head_floats(&rotation_fields[i], a->shape.head_dim) * sizeof(float));
+        if (x)
+            assert_memory_equal(x, y,
+                                n_heads * rotation_head_floats(&rotation_fields[i], a->shape.head_dim) * sizeof(float));
     }
 }
 
@@ -105,8 +112,10 @@ static void test_golden(void **state) {
         assert_int_equal(l->shape.n_q_heads, 6);
         assert_int_equal(l->shape.rope.n_dims, 8);
         assert_true(l->shape.rope.magnitude == 1.25f && l->shape.rope.inv_freq[3] == 2.0f);
-        assert_true(l->bits_k == 3 && l->bits_v == 2 && l->ldlq_k && l->gain_k && !l->gain_v && l->recipe == OSCAR_RECIPE_DEFAULT);
-        assert_true(m->bits_v == 4 && m->recipe == OSCAR_RECIPE_ZOO && m->clip_k == 0.96f && m->clip_v == 0.92f && m->shape.window == 128);
+        assert_true(l->bits_k == 3 && l->bits_v == 2 && l->ldlq_k && l->gain_k && !l->gain_v &&
+                    l->recipe == OSCAR_RECIPE_DEFAULT);
+        assert_true(m->bits_v == 4 && m->recipe == OSCAR_RECIPE_ZOO && m->clip_k == 0.96f && m->clip_v == 0.92f &&
+                    m->shape.window == 128);
         assert_true(!m->v_rotation && !m->k_mean && !m->tracked && !m->k_metric_b && !l->v_metric_b);
         const int32_t pairs[4] = {1, 3, 0, 2};
         assert_memory_equal(l->tracked, pairs, sizeof pairs);
@@ -138,7 +147,8 @@ static uint8_t *make_file(const char *header, size_t n_data, size_t *n) {
     return bytes;
 }
 
-#define T(name, dtype, shape, range) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" range "}"
+#define T(name, dtype, shape, range)                                                                                   \
+    "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" range "}"
 
 static void test_header(void **state) {
     (void)state;
@@ -256,9 +266,11 @@ static void test_meaning(void **state) {
         {"\"n_layers\": \"2\"", "\"n_layers\": \"1\"", OSCAR_ERROR_FORMAT, "layers.1."},
         {"\"n_layers\": \"2\"", "\"n_layers\": \"3\"", OSCAR_ERROR_FORMAT, "layers.2.n_kv_heads: found none"},
         {"\"n_layers\": \"2\"", "\"n_lalers\": \"2\"", OSCAR_ERROR_FORMAT, "n_layers: found none"},
-        {"layers.0.bits_k\": \"3\"", "layers.0.bits_k\": \"5\"", OSCAR_ERROR_FORMAT, "layers.0.bits_k: found 5, expected a whole number 2 to 4"},
+        {"layers.0.bits_k\": \"3\"", "layers.0.bits_k\": \"5\"", OSCAR_ERROR_FORMAT,
+         "layers.0.bits_k: found 5, expected a whole number 2 to 4"},
         {"layers.0.ldlq_k\": \"1\"", "layers.0.ldlq_k\": \"2\"", OSCAR_ERROR_FORMAT, "ldlq_k"},
-        {"layers.0.head_dim\": \"16\"", "layers.0.head_dim\": \"32\"", OSCAR_ERROR_FORMAT, "found F32 [2,16,16], expected F32 [2,32,32]"},
+        {"layers.0.head_dim\": \"16\"", "layers.0.head_dim\": \"32\"", OSCAR_ERROR_FORMAT,
+         "found F32 [2,16,16], expected F32 [2,32,32]"},
         {"layers.0.head_dim\": \"16\"", "layers.0.head_dim\": \"17\"", OSCAR_ERROR_FORMAT, "multiple of 16"},
         {"layers.0.head_dim\": \"16\"", "layers.0.head_dim\": \"+6\"", OSCAR_ERROR_FORMAT, "found +6"},
         {"layers.0.head_dim\": \"16\"", "layers.0.head_dim\": \"00\"", OSCAR_ERROR_FORMAT, "found 00"},
@@ -266,11 +278,15 @@ static void test_meaning(void **state) {
         {"layers.0.n_kv_heads\": \"2\"", "layers.0.n_kv_heads\": \"4\"", OSCAR_ERROR_FORMAT, "n_q_heads"},
         {"layers.0.rope_n_dims\": \"8\"", "layers.0.rope_n_dims\": \"6\"", OSCAR_ERROR_FORMAT, "rope_inv_freq"},
         {"layers.0.rope_layout\": \"2\"", "layers.0.rope_layout\": \"0\"", OSCAR_ERROR_FORMAT, "contradict"},
-        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \"1e99\"", OSCAR_ERROR_NOT_FINITE, "rope_magnitude"},
-        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \"1,25\"", OSCAR_ERROR_FORMAT, "decimal number"},
-        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \" nan\"", OSCAR_ERROR_FORMAT, "decimal number"},
+        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \"1e99\"", OSCAR_ERROR_NOT_FINITE,
+         "rope_magnitude"},
+        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \"1,25\"", OSCAR_ERROR_FORMAT,
+         "decimal number"},
+        {"layers.0.rope_magnitude\": \"1.25\"", "layers.0.rope_magnitude\": \" nan\"", OSCAR_ERROR_FORMAT,
+         "decimal number"},
         {"layers.1.clip_k\": \"0.96\"", "layers.1.clip_k\": \"9.96\"", OSCAR_ERROR_FORMAT, "clip"},
-        {"layers.0.v_mean\": {\"dtype\": \"F32\"", "layers.0.v_mean\": {\"dtype\": \"I32\"", OSCAR_ERROR_FORMAT, "layers.0.v_mean: found I32 [2,16], expected F32"},
+        {"layers.0.v_mean\": {\"dtype\": \"F32\"", "layers.0.v_mean\": {\"dtype\": \"I32\"", OSCAR_ERROR_FORMAT,
+         "layers.0.v_mean: found I32 [2,16], expected F32"},
         {"layers.0.v_mean", "layers.0.w_mean", OSCAR_ERROR_FORMAT, "layers.0.w_mean: not a tensor"},
         {"layers.0.v_mean", "layers.7.v_mean", OSCAR_ERROR_FORMAT, "layers.7.v_mean: not a tensor"},
         {"layers.0.rope_inv_freq", "layers.0.rope_inv_fraq", OSCAR_ERROR_FORMAT, "rope_inv_freq: found none"},
@@ -304,7 +320,8 @@ static void test_values(void **state) {
             uint8_t *last = bytes + t->end - 4;
             memcpy(&before, last, 4);
             memcpy(last, &bad[b], 4);
-            assert_status(load_bytes(bytes, n, &r, &error), is_float ? OSCAR_ERROR_NOT_FINITE : OSCAR_ERROR_FORMAT, &error);
+            assert_status(load_bytes(bytes, n, &r, &error), is_float ? OSCAR_ERROR_NOT_FINITE : OSCAR_ERROR_FORMAT,
+                          &error);
             if (is_float) {
                 assert_message(&error, t->name);
                 assert_int_equal(error.position, t->end - 4);
@@ -444,10 +461,17 @@ static void test_save_refuses(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(test_round_trip, set_up), cmocka_unit_test(test_golden), cmocka_unit_test(test_header),
-        cmocka_unit_test(test_header_length), cmocka_unit_test(test_meaning), cmocka_unit_test(test_values),
-        cmocka_unit_test(test_cut_at_every_byte), cmocka_unit_test(test_flip_every_bit), cmocka_unit_test_setup(test_paths, set_up),
-        cmocka_unit_test_setup(test_disk_full, set_up), cmocka_unit_test_setup(test_save_refuses, set_up),
+        cmocka_unit_test_setup(test_round_trip, set_up),
+        cmocka_unit_test(test_golden),
+        cmocka_unit_test(test_header),
+        cmocka_unit_test(test_header_length),
+        cmocka_unit_test(test_meaning),
+        cmocka_unit_test(test_values),
+        cmocka_unit_test(test_cut_at_every_byte),
+        cmocka_unit_test(test_flip_every_bit),
+        cmocka_unit_test_setup(test_paths, set_up),
+        cmocka_unit_test_setup(test_disk_full, set_up),
+        cmocka_unit_test_setup(test_save_refuses, set_up),
     };
     return cmocka_run_group_tests_name("zoo", tests, NULL, NULL);
 }

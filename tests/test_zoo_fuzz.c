@@ -16,7 +16,8 @@
 /* A few bytes replaced, numbers made extreme, parts copied over others, the end cut or repeated:
  * what a fuzzer tries first. out: [2 n] */
 static size_t mutate(uint64_t *rng, const uint8_t *bytes, size_t n, uint8_t *out) {
-    static const uint8_t extreme[4][8] = {{0}, {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0x80, 0, 0, 0, 0x80}, {1}};
+    static const uint8_t extreme[4][8] = {
+        {0}, {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0x80, 0, 0, 0, 0x80}, {1}};
     memcpy(out, bytes, n);
     size_t changes = 1 + rng_next(rng) % 4;
     for (size_t i = 0; i < changes && n >= 16; i++) {
@@ -83,6 +84,7 @@ static void test_gguf(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_rotations), cmocka_unit_test(test_pt), cmocka_unit_test(test_gguf)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_rotations), cmocka_unit_test(test_pt),
+                                       cmocka_unit_test(test_gguf)};
     return cmocka_run_group_tests_name("zoo_fuzz", tests, NULL, NULL);
 }

@@ -35,7 +35,8 @@ static void assert_golden(const float *rotation, int layer, int n_heads, bool sh
     for (int h = 0; h < n_heads; h++)
         for (int i = 0; i < GOLDEN_D; i++)
             for (int j = 0; j < GOLDEN_D; j++)
-                assert_true(rotation[(h * GOLDEN_D + i) * GOLDEN_D + j] == golden_rotation(layer, shared ? 0 : h, i, j));
+                assert_true(rotation[(h * GOLDEN_D + i) * GOLDEN_D + j] ==
+                            golden_rotation(layer, shared ? 0 : h, i, j));
 }
 
 /* ------------------------------------------------------------------------------------------------
@@ -65,7 +66,8 @@ static void test_version_1(void **state) {
     assert_golden(r->layers[0].k_rotation, 0, 3, true);
     assert_golden(r->layers[1].k_rotation, 1, 1, true);
     assert_null(r->layers[0].v_rotation);
-    assert_true(r->layers[0].recipe == OSCAR_RECIPE_ZOO && r->layers[0].clip_k == 0.96f && r->layers[0].clip_v == 0.92f);
+    assert_true(r->layers[0].recipe == OSCAR_RECIPE_ZOO && r->layers[0].clip_k == 0.96f &&
+                r->layers[0].clip_v == 0.92f);
     assert_string_equal(oscar_rotations_metadata(r, "k.calibration.tokens"), "1000");
     assert_string_equal(oscar_rotations_metadata(r, "k.calibration.created_at_unix"), "1.5");
     oscar_rotations_free(r);
@@ -109,7 +111,8 @@ static void test_mismatch(void **state) {
     (void)state;
     oscar_error error = {0};
     oscar_rotations *r = NULL;
-    oscar_zoo_file *one = open_golden("golden_v1.pt"), *two = open_golden("golden_v2.pt"), *ours = open_golden("golden.safetensors");
+    oscar_zoo_file *one = open_golden("golden_v1.pt"), *two = open_golden("golden_v2.pt"),
+                   *ours = open_golden("golden.safetensors");
     const oscar_layer good[3] = {layer_of(1, 16), layer_of(1, 16), layer_of(1, 16)};
     oscar_layer bad = layer_of(3, 16);
     assert_int_equal(oscar_zoo_to_rotations(&r, two, NULL, &bad, 1, &error), OSCAR_ERROR_MISMATCH);
@@ -141,7 +144,8 @@ static void test_write(void **state) {
     uint64_t rng = rng_seed("write", 11);
     const oscar_layer layers[3] = {layer_of(2, 32), layer_of(3, 48), layer_of(1, 16)};
     oscar_rotations *r = rotations_new(layers, 3), *back;
-    for (int i = 0; i < 3; i++) r->layers[i].recipe = OSCAR_RECIPE_ZOO, r->layers[i].clip_k = 0.96f, r->layers[i].clip_v = 0.92f;
+    for (int i = 0; i < 3; i++)
+        r->layers[i].recipe = OSCAR_RECIPE_ZOO, r->layers[i].clip_k = 0.96f, r->layers[i].clip_v = 0.92f;
     r->layers[0].k_rotation = random_rotation(&rng, 2, 32);
     r->layers[1].k_rotation = random_rotation(&rng, 1, 48);
     float *shared = aligned_calloc(3 * 48 * 48, sizeof *shared);
@@ -173,7 +177,8 @@ static void test_write(void **state) {
     assert_message(&error, "layer 1: bits");
     assert_status(oscar_zoo_write_pt(r, OSCAR_ZOO_KEY, true, WRITTEN, &error), OSCAR_OK, &error);
     assert_int_equal(oscar_zoo_write_pt(r, 2, true, WRITTEN, &error), OSCAR_ERROR_ARGUMENT);
-    assert_int_equal(oscar_zoo_write_pt(r, OSCAR_ZOO_VALUE, true, OSCAR_BUILD_DIR "/absent/x.pt", &error), OSCAR_ERROR_IO);
+    assert_int_equal(oscar_zoo_write_pt(r, OSCAR_ZOO_VALUE, true, OSCAR_BUILD_DIR "/absent/x.pt", &error),
+                     OSCAR_ERROR_IO);
     oscar_rotations_free(r);
     unlink(WRITTEN);
 }
@@ -203,7 +208,8 @@ static void test_published(void **state) {
     assert_status(oscar_zoo_write_pt(r, OSCAR_ZOO_VALUE, false, WRITTEN, &error), OSCAR_OK, &error);
     assert_status(oscar_zoo_open(&again, WRITTEN, &error), OSCAR_OK, &error);
     assert_status(oscar_zoo_to_rotations(&back, NULL, again, layers, 36, &error), OSCAR_OK, &error);
-    for (int i = 0; i < 36; i++) assert_memory_equal(r->layers[i].v_rotation, back->layers[i].v_rotation, 2 * 128 * 128 * sizeof(float));
+    for (int i = 0; i < 36; i++)
+        assert_memory_equal(r->layers[i].v_rotation, back->layers[i].v_rotation, 2 * 128 * 128 * sizeof(float));
     unlink(WRITTEN);
     oscar_zoo_free(files[0]);
     oscar_zoo_free(files[1]);
@@ -213,7 +219,8 @@ static void test_published(void **state) {
 
     /* A hybrid model's file: layers 3, 7, ... share one Hadamard of d 256. */
     oscar_zoo_file *hybrid;
-    assert_status(oscar_zoo_open(&hybrid, OSCAR_SHARED_DIR "/data/rotations/qwen3.5-4b-hadamard/k_rotation.pt", &error), OSCAR_OK, &error);
+    assert_status(oscar_zoo_open(&hybrid, OSCAR_SHARED_DIR "/data/rotations/qwen3.5-4b-hadamard/k_rotation.pt", &error),
+                  OSCAR_OK, &error);
     assert_int_equal(oscar_zoo_n_layers(hybrid), 8);
     const zoo_tensor *first = zoo_find(hybrid, 3, ".rotation"), *last = zoo_find(hybrid, 31, ".rotation");
     assert_ptr_equal(first->data, last->data);
@@ -279,7 +286,8 @@ static void test_flip_every_bit(void **state) {
             bytes[bit / 8] ^= (uint8_t)(1u << bit % 8);
         }
         /* The archive's CRCs cover pickle and data: what is left to flip are dates and flags. */
-        if (formats[f].read == zoo_pt_read && n_read > 8 * n / 10) fail_msg("%zu of %zu flips were not noticed", n_read, 8 * n);
+        if (formats[f].read == zoo_pt_read && n_read > 8 * n / 10)
+            fail_msg("%zu of %zu flips were not noticed", n_read, 8 * n);
         free(bytes);
     }
 }
@@ -326,6 +334,7 @@ static void test_pickles(void **state) {
         {"(\x4b\x10\x4b\x10t", "(\x4b\x10\x4b\x11t", 6, OSCAR_ERROR_FORMAT, "[d, d]"},
         {"(\x4b\x10\x4b\x10t", "(\x4b\xff\x4b\xfft", 6, OSCAR_ERROR_FORMAT, "beyond its storage"},
         {"(\x4b\x10\x4b\x10t", "(\x4b\x00\x4b\x10t", 6, OSCAR_ERROR_FORMAT, "empty tensor"},
+        {"\x51\x4d\x00\x01(", "\x51\x4d\x01\x01(", 5, OSCAR_ERROR_FORMAT, "beyond its storage"}, /* offset 257 of 512 */
         {"\x80\x02}", "\x80\x03}", 3, OSCAR_ERROR_FORMAT, "protocol"},
         {"\x80\x02}", "\x80\x02i", 3, OSCAR_ERROR_FORMAT, "instruction 0x69"},
         {"\x80\x02}", "\x80\x02)", 3, OSCAR_ERROR_FORMAT, "no list or dict"},
@@ -335,7 +344,8 @@ static void test_pickles(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         oscar_error error;
         oscar_status status = read_with("golden_v1.pt", cases[i].from, cases[i].to, cases[i].n, &error);
-        if (status != cases[i].status) fail_msg("case %zu %s: status %d %s", i, cases[i].to, (int)status, error.message);
+        if (status != cases[i].status)
+            fail_msg("case %zu %s: status %d %s", i, cases[i].to, (int)status, error.message);
         assert_message(&error, cases[i].message);
     }
 }
@@ -420,7 +430,8 @@ static void test_gguf_headers(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         oscar_error error;
         oscar_status status = read_case(&cases[i], &error);
-        if (status != (cases[i].message ? OSCAR_ERROR_FORMAT : OSCAR_OK)) fail_msg("case %zu: status %d %s", i, (int)status, error.message);
+        if (status != (cases[i].message ? OSCAR_ERROR_FORMAT : OSCAR_OK))
+            fail_msg("case %zu: status %d %s", i, (int)status, error.message);
         if (cases[i].message) assert_message(&error, cases[i].message);
     }
 }
@@ -460,9 +471,12 @@ static void test_gguf_changes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_version_1), cmocka_unit_test(test_version_2), cmocka_unit_test(test_gguf), cmocka_unit_test(test_mismatch),
-        cmocka_unit_test(test_write), cmocka_unit_test(test_published), cmocka_unit_test(test_hostile), cmocka_unit_test(test_cut_at_every_byte),
-        cmocka_unit_test(test_flip_every_bit), cmocka_unit_test(test_pickles), cmocka_unit_test(test_gguf_headers), cmocka_unit_test(test_gguf_changes),
+        cmocka_unit_test(test_version_1),      cmocka_unit_test(test_version_2),
+        cmocka_unit_test(test_gguf),           cmocka_unit_test(test_mismatch),
+        cmocka_unit_test(test_write),          cmocka_unit_test(test_published),
+        cmocka_unit_test(test_hostile),        cmocka_unit_test(test_cut_at_every_byte),
+        cmocka_unit_test(test_flip_every_bit), cmocka_unit_test(test_pickles),
+        cmocka_unit_test(test_gguf_headers),   cmocka_unit_test(test_gguf_changes),
     };
     return cmocka_run_group_tests_name("zoo_pt", tests, NULL, NULL);
 }

@@ -73,7 +73,8 @@ static inline float *random_pivots(uint64_t *rng, size_t n) {
 /* Three layers: everything set, nothing set, the published recipe behind a sliding window. */
 static inline oscar_rotations *sample_rotations(uint64_t seed) {
     uint64_t rng = seed;
-    oscar_layer shapes[3] = {{.n_kv_heads = 2, .n_q_heads = 6, .head_dim = 16}, {.n_kv_heads = 1, .n_q_heads = 1, .head_dim = 16},
+    oscar_layer shapes[3] = {{.n_kv_heads = 2, .n_q_heads = 6, .head_dim = 16},
+                             {.n_kv_heads = 1, .n_q_heads = 1, .head_dim = 16},
                              {.n_kv_heads = 3, .n_q_heads = 3, .head_dim = 48, .window = 77}};
     shapes[0].rope = (oscar_rope){.layout = OSCAR_ROPE_HALF_SPLIT, .n_dims = 12, .magnitude = 1.1f};
     for (int i = 0; i < 6; i++) shapes[0].rope.inv_freq[i] = (float)rng_uniform(&rng);

@@ -39,13 +39,12 @@ void source_close(byte_source *source) {
     source->fd = -1;
 }
 
-oscar_status source_read(const byte_source *source, uint64_t offset, uint64_t bytes, void *out,
-                         const char *what, oscar_error *error) {
+oscar_status source_read(const byte_source *source, uint64_t offset, uint64_t bytes, void *out, const char *what,
+                         oscar_error *error) {
     if (offset > source->size || bytes > source->size - offset)
         return error_set(error, OSCAR_ERROR_FORMAT, offset > INT64_MAX ? -1 : (int64_t)offset,
-                         "%s: truncated: %s needs %llu bytes at offset %llu, the file has %llu",
-                         source->name, what, (unsigned long long)bytes, (unsigned long long)offset,
-                         (unsigned long long)source->size);
+                         "%s: truncated: %s needs %llu bytes at offset %llu, the file has %llu", source->name, what,
+                         (unsigned long long)bytes, (unsigned long long)offset, (unsigned long long)source->size);
     if (source->memory) {
         if (bytes) memcpy(out, source->memory + offset, (size_t)bytes);
         return OSCAR_OK;
@@ -55,23 +54,22 @@ oscar_status source_read(const byte_source *source, uint64_t offset, uint64_t by
         ssize_t n = pread(source->fd, (uint8_t *)out + done, part, (off_t)(offset + done));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0)
-            return error_set(error, OSCAR_ERROR_IO, (int64_t)(offset + done), "%s: reading %s: %s",
-                             source->name, what,
+            return error_set(error, OSCAR_ERROR_IO, (int64_t)(offset + done), "%s: reading %s: %s", source->name, what,
                              n < 0 ? strerror(errno) : "the file became shorter");
         done += (uint64_t)n;
     }
     return OSCAR_OK;
 }
 
-oscar_status source_read_alloc(const byte_source *source, uint64_t offset, uint64_t bytes,
-                               uint8_t **out, const char *what, oscar_error *error) {
+oscar_status source_read_alloc(const byte_source *source, uint64_t offset, uint64_t bytes, uint8_t **out,
+                               const char *what, oscar_error *error) {
     *out = NULL;
     if (offset > source->size || bytes > source->size - offset)
         return source_read(source, offset, bytes, NULL, what, error);
     uint8_t *memory = malloc((size_t)bytes + 1);
     if (!memory)
-        return error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for %s (%llu bytes)",
-                         source->name, what, (unsigned long long)bytes);
+        return error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for %s (%llu bytes)", source->name, what,
+                         (unsigned long long)bytes);
     oscar_status status = source_read(source, offset, bytes, memory, what, error);
     if (status) {
         free(memory);
@@ -95,8 +93,7 @@ static char *temporary_name(const char *path) {
     char *name = malloc(capacity);
     if (!name) return NULL;
     memcpy(name, path, folder);
-    snprintf(name + folder, capacity - folder, ".oscar-%ld-%u.tmp", (long)getpid(),
-             atomic_fetch_add(&counter, 1u));
+    snprintf(name + folder, capacity - folder, ".oscar-%ld-%u.tmp", (long)getpid(), atomic_fetch_add(&counter, 1u));
     return name;
 }
 
@@ -149,8 +146,7 @@ oscar_status atomic_file_commit(atomic_file *file, oscar_error *error) {
     if (!file->failure && rename(file->temporary_path, file->path) != 0) file->failure = errno;
     oscar_status status = OSCAR_OK;
     if (file->failure)
-        status = error_set(error, OSCAR_ERROR_IO, -1, "%s: not written: %s", file->path,
-                           strerror(file->failure));
+        status = error_set(error, OSCAR_ERROR_IO, -1, "%s: not written: %s", file->path, strerror(file->failure));
     else
         sync_folder(file->path);
     atomic_file_abort(file);
@@ -257,9 +253,9 @@ bool array_grow(void **array, size_t count, size_t *capacity, size_t element_byt
 
 uint32_t crc32_update(uint32_t crc, const void *bytes, size_t n_bytes) {
     /* The remainders of the 16 four-bit messages: small, and fast enough for files of megabytes. */
-    static const uint32_t table[16] = {
-        0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
-        0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
+    static const uint32_t table[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4,
+                                       0x4db26158, 0x5005713c, 0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
+                                       0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
     const uint8_t *p = bytes;
     crc = ~crc;
     for (size_t i = 0; i < n_bytes; i++) {

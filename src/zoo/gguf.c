@@ -19,19 +19,34 @@
 #define MAX_DIMS 4
 
 /* Value types of the metadata. */
-enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING, GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_N_TYPES };
+enum {
+    GGUF_U8,
+    GGUF_I8,
+    GGUF_U16,
+    GGUF_I16,
+    GGUF_U32,
+    GGUF_I32,
+    GGUF_F32,
+    GGUF_BOOL,
+    GGUF_STRING,
+    GGUF_ARRAY,
+    GGUF_U64,
+    GGUF_I64,
+    GGUF_F64,
+    GGUF_N_TYPES
+};
 static const uint8_t value_bytes[GGUF_N_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 /* Tensor types: elements a block, bytes a block; 0 where the number has no type. */
 static const struct {
     uint16_t elements, bytes;
 } tensor_types[] = {
-    [0] = {1, 4},      [1] = {1, 2},      [2] = {32, 18},    [3] = {32, 20},    [6] = {32, 22},    [7] = {32, 24},
-    [8] = {32, 34},    [9] = {32, 36},    [10] = {256, 84},  [11] = {256, 110}, [12] = {256, 144}, [13] = {256, 176},
-    [14] = {256, 210}, [15] = {256, 292}, [16] = {256, 66},  [17] = {256, 74},  [18] = {256, 98},  [19] = {256, 50},
-    [20] = {32, 18},   [21] = {256, 110}, [22] = {256, 82},  [23] = {256, 136}, [24] = {1, 1},     [25] = {1, 2},
-    [26] = {1, 4},     [27] = {1, 8},     [28] = {1, 8},     [29] = {256, 56},  [30] = {1, 2},     [34] = {256, 54},
-    [35] = {256, 66},  [39] = {32, 17},   [40] = {64, 36},   [41] = {128, 18},  [42] = {64, 18},
+    [0] = {1, 4},      [1] = {1, 2},      [2] = {32, 18},   [3] = {32, 20},    [6] = {32, 22},    [7] = {32, 24},
+    [8] = {32, 34},    [9] = {32, 36},    [10] = {256, 84}, [11] = {256, 110}, [12] = {256, 144}, [13] = {256, 176},
+    [14] = {256, 210}, [15] = {256, 292}, [16] = {256, 66}, [17] = {256, 74},  [18] = {256, 98},  [19] = {256, 50},
+    [20] = {32, 18},   [21] = {256, 110}, [22] = {256, 82}, [23] = {256, 136}, [24] = {1, 1},     [25] = {1, 2},
+    [26] = {1, 4},     [27] = {1, 8},     [28] = {1, 8},    [29] = {256, 56},  [30] = {1, 2},     [34] = {256, 54},
+    [35] = {256, 66},  [39] = {32, 17},   [40] = {64, 36},  [41] = {128, 18},  [42] = {64, 18},
 };
 #define TENSOR_TYPE_F32 0
 
@@ -58,8 +73,8 @@ typedef struct gguf_reader {
 } gguf_reader;
 
 static oscar_status fail(gguf_reader *r, const char *field, const char *what) {
-    return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)r->at, "%s: %s: %s (byte %llu)", r->source->name, field, what,
-                     (unsigned long long)r->at);
+    return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)r->at, "%s: %s: %s (byte %llu)", r->source->name, field,
+                     what, (unsigned long long)r->at);
 }
 static oscar_status no_memory(gguf_reader *r) {
     return error_set(r->error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its header", r->source->name);
@@ -87,8 +102,9 @@ static oscar_status take(gguf_reader *r, void *out, uint64_t n, const char *what
 
 static oscar_status skip(gguf_reader *r, uint64_t n, const char *what) {
     if (n > r->source->size - r->at)
-        return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)r->at, "%s: truncated: %s needs %llu bytes at offset %llu, the file has %llu",
-                         r->source->name, what, (unsigned long long)n, (unsigned long long)r->at, (unsigned long long)r->source->size);
+        return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)r->at,
+                         "%s: truncated: %s needs %llu bytes at offset %llu, the file has %llu", r->source->name, what,
+                         (unsigned long long)n, (unsigned long long)r->at, (unsigned long long)r->source->size);
     r->at += n;
     return OSCAR_OK;
 }
@@ -169,7 +185,8 @@ static oscar_status read_number(gguf_reader *r, const char *key, uint32_t type) 
     else
         snprintf(text, sizeof text, "%llu", (unsigned long long)u);
     if (!strcmp(key, "general.alignment")) {
-        if (type != GGUF_U32 || u == 0 || (u & (u - 1)) || u > WINDOW_BYTES) return fail(r, key, "no power of two from 1 to 65536");
+        if (type != GGUF_U32 || u == 0 || (u & (u - 1)) || u > WINDOW_BYTES)
+            return fail(r, key, "no power of two from 1 to 65536");
         r->alignment = u;
     }
     return zoo_add_meta(r->file, key, text) ? OSCAR_OK : no_memory(r);
@@ -199,7 +216,8 @@ static oscar_status size_tensor(gguf_reader *r, gguf_tensor *t) {
     if (t->dims[0] % block) return fail(r, t->name, "its rows are no whole number of blocks");
     t->bytes = tensor_types[t->type].bytes;
     for (int32_t i = 0; i < t->n_dims; i++)
-        if (__builtin_mul_overflow(t->bytes, i ? t->dims[i] : t->dims[0] / block, &t->bytes)) return fail(r, t->name, "its size overflows");
+        if (__builtin_mul_overflow(t->bytes, i ? t->dims[i] : t->dims[0] / block, &t->bytes))
+            return fail(r, t->name, "its size overflows");
     if (t->offset % r->alignment) return fail(r, t->name, "its offset is not aligned");
     return OSCAR_OK;
 }
@@ -226,7 +244,9 @@ static oscar_status read_tensor(gguf_reader *r) {
 }
 
 static int compare_key(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
-static int compare_name(const void *a, const void *b) { return strcmp(((const gguf_tensor *)a)->name, ((const gguf_tensor *)b)->name); }
+static int compare_name(const void *a, const void *b) {
+    return strcmp(((const gguf_tensor *)a)->name, ((const gguf_tensor *)b)->name);
+}
 static int compare_offset(const void *a, const void *b) {
     uint64_t x = ((const gguf_tensor *)a)->offset, y = ((const gguf_tensor *)b)->offset;
     return x < y ? -1 : x > y;
@@ -238,7 +258,8 @@ static oscar_status check_names(gguf_reader *r) {
         if (!strcmp(r->keys[i - 1], r->keys[i])) return fail(r, r->keys[i], "this key occurs twice");
     if (r->n_tensors) qsort(r->tensors, r->n_tensors, sizeof *r->tensors, compare_name);
     for (size_t i = 1; i < r->n_tensors; i++)
-        if (!compare_name(&r->tensors[i - 1], &r->tensors[i])) return fail(r, r->tensors[i].name, "this tensor occurs twice");
+        if (!compare_name(&r->tensors[i - 1], &r->tensors[i]))
+            return fail(r, r->tensors[i].name, "this tensor occurs twice");
     return OSCAR_OK;
 }
 
@@ -247,7 +268,8 @@ static oscar_status check_places(gguf_reader *r, uint64_t data_at) {
     if (r->n_tensors) qsort(r->tensors, r->n_tensors, sizeof *r->tensors, compare_offset);
     for (size_t i = 0; i < r->n_tensors; i++) {
         const gguf_tensor *t = &r->tensors[i];
-        if (data_at > r->source->size || t->offset > r->source->size - data_at || t->bytes > r->source->size - data_at - t->offset)
+        if (data_at > r->source->size || t->offset > r->source->size - data_at ||
+            t->bytes > r->source->size - data_at - t->offset)
             return fail(r, t->name, "truncated: its data reaches beyond the file");
         if (t->offset < end) return fail(r, t->name, "its data overlaps another tensor's");
         end = t->offset + t->bytes;
@@ -266,7 +288,8 @@ static int32_t rotation_layer(const char *name) {
 }
 
 static oscar_status read_rotation(gguf_reader *r, const gguf_tensor *from, int32_t layer, uint64_t data_at) {
-    if (from->type != TENSOR_TYPE_F32 || from->n_dims != 2 || from->dims[0] != from->dims[1] || from->dims[0] > OSCAR_MAX_HEAD_DIM)
+    if (from->type != TENSOR_TYPE_F32 || from->n_dims != 2 || from->dims[0] != from->dims[1] ||
+        from->dims[0] > OSCAR_MAX_HEAD_DIM)
         return fail(r, from->name, "not F32 [d, d] with d up to 512");
     uint64_t d = from->dims[0], at = data_at + from->offset;
     uint8_t *data;
@@ -277,8 +300,8 @@ static oscar_status read_rotation(gguf_reader *r, const gguf_tensor *from, int32
     t.data = (const float *)(const void *)data;
     size_t n = (size_t)(d * d), bad = first_not_finite(t.data, n);
     if (bad < n)
-        return error_set(r->error, OSCAR_ERROR_NOT_FINITE, (int64_t)(at + bad * sizeof(float)), "%s: %s: value %zu is NaN or infinite",
-                         r->source->name, from->name, bad);
+        return error_set(r->error, OSCAR_ERROR_NOT_FINITE, (int64_t)(at + bad * sizeof(float)),
+                         "%s: %s: value %zu is NaN or infinite", r->source->name, from->name, bad);
     return zoo_add_tensor(r->file, &t) ? OSCAR_OK : no_memory(r);
 }
 
@@ -303,12 +326,14 @@ static oscar_status read_all(gguf_reader *r) {
     if (!status) status = take_u32(r, &version, "the version");
     if (!status && memcmp(magic, "GGUF", 4)) status = fail(r, "magic", "not GGUF");
     if (!status && version != 2 && version != 3)
-        status = error_set(r->error, OSCAR_ERROR_UNSUPPORTED, 4, "%s: GGUF version: found %u, expected 2 or 3 (little-endian)", r->source->name, version);
+        status = error_set(r->error, OSCAR_ERROR_UNSUPPORTED, 4,
+                           "%s: GGUF version: found %u, expected 2 or 3 (little-endian)", r->source->name, version);
     if (!status) status = take_u64(r, &n_tensors, "the number of tensors");
     if (!status) status = take_u64(r, &n_pairs, "the number of keys");
     if (status) return status;
     r->file->version = (int32_t)version;
-    if (n_tensors > MAX_TENSORS || n_pairs > MAX_KEYS) return fail(r, "header", "more than 1048576 tensors or 65536 keys");
+    if (n_tensors > MAX_TENSORS || n_pairs > MAX_KEYS)
+        return fail(r, "header", "more than 1048576 tensors or 65536 keys");
     for (uint64_t i = 0; i < n_pairs && !status; i++) status = read_pair(r);
     for (uint64_t i = 0; i < n_tensors && !status; i++) status = read_tensor(r);
     if (status) return status;

@@ -24,7 +24,8 @@ typedef struct machine {
 } machine;
 
 static oscar_status fail(machine *m, const char *what) {
-    return error_set(m->error, OSCAR_ERROR_FORMAT, (int64_t)m->at, "%s: data.pkl, byte %zu: %s", m->file_name, m->at, what);
+    return error_set(m->error, OSCAR_ERROR_FORMAT, (int64_t)m->at, "%s: data.pkl, byte %zu: %s", m->file_name, m->at,
+                     what);
 }
 static oscar_status no_memory(machine *m) {
     return error_set(m->error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for data.pkl", m->file_name);
@@ -144,7 +145,8 @@ static oscar_status read_global(machine *m) {
     }
     name[n] = '\0';
     return error_set(m->error, OSCAR_ERROR_FORMAT, (int64_t)m->at,
-                     "%s: data.pkl, byte %zu: names %s, which a rotation file has no use for", m->file_name, m->at, name);
+                     "%s: data.pkl, byte %zu: names %s, which a rotation file has no use for", m->file_name, m->at,
+                     name);
 }
 
 static const pickle_value *item(machine *m, const pickle_value *sequence, int32_t i, pickle_kind kind) {
@@ -159,9 +161,11 @@ static oscar_status read_storage(machine *m) {
     const pickle_value *id = value_at(m, m->stack[--m->depth]);
     const pickle_value *word = item(m, id, 0, PICKLE_TEXT), *type = item(m, id, 1, PICKLE_GLOBAL);
     const pickle_value *key = item(m, id, 2, PICKLE_TEXT), *n = item(m, id, 4, PICKLE_INT);
-    if (!word || !pickle_text_is(word, "storage") || !type || type->number != PICKLE_FLOAT_STORAGE || !key || !n || n->number < 0)
+    if (!word || !pickle_text_is(word, "storage") || !type || type->number != PICKLE_FLOAT_STORAGE || !key || !n ||
+        n->number < 0)
         return fail(m, "a persistent id that is no float32 storage");
-    pickle_value storage = {.kind = PICKLE_STORAGE, .number = n->number, .text = key->text, .text_bytes = key->text_bytes};
+    pickle_value storage = {
+        .kind = PICKLE_STORAGE, .number = n->number, .text = key->text, .text_bytes = key->text_bytes};
     return push(m, storage);
 }
 
@@ -171,7 +175,8 @@ static oscar_status take_dims(machine *m, const pickle_value *sequence) {
     pickle *p = m->p;
     for (int32_t i = 0; i < sequence->n_items; i++) {
         const pickle_value *v = item(m, sequence, i, PICKLE_INT);
-        if (!v || v->number < 0 || v->number > INT32_MAX) return fail(m, "a size or stride is no number from 0 to 2^31 - 1");
+        if (!v || v->number < 0 || v->number > INT32_MAX)
+            return fail(m, "a size or stride is no number from 0 to 2^31 - 1");
         if (!array_grow((void **)&p->dims, p->n_dims, &p->dims_capacity, sizeof *p->dims)) return no_memory(m);
         p->dims[p->n_dims++] = v->number;
     }
@@ -186,8 +191,11 @@ static oscar_status rebuild_tensor(machine *m, const pickle_value *args) {
         return fail(m, "a tensor without storage, offset, sizes and strides");
     if (sizes->n_items != strides->n_items || sizes->n_items > PICKLE_MAX_DIMS)
         return fail(m, "a tensor of more than 4 dimensions, or with another number of strides");
-    pickle_value tensor = {.kind = PICKLE_TENSOR, .storage = args->items[0], .number = offset->number,
-                           .n_dims = sizes->n_items, .dims = (int32_t)m->p->n_dims};
+    pickle_value tensor = {.kind = PICKLE_TENSOR,
+                           .storage = args->items[0],
+                           .number = offset->number,
+                           .n_dims = sizes->n_items,
+                           .dims = (int32_t)m->p->n_dims};
     oscar_status status = take_dims(m, sizes);
     if (!status) status = take_dims(m, strides);
     if (status) return status;
@@ -196,7 +204,8 @@ static oscar_status rebuild_tensor(machine *m, const pickle_value *args) {
     for (int32_t i = 0; i < tensor.n_dims; i++) {
         if (size[i] == 0) return fail(m, "an empty tensor");
         if (__builtin_mul_overflow(n, size[i], &n)) return fail(m, "the tensor's sizes overflow");
-        if (__builtin_add_overflow(last, (size[i] - 1) * stride[i], &last)) return fail(m, "the tensor's strides overflow");
+        if (__builtin_add_overflow(last, (size[i] - 1) * stride[i], &last))
+            return fail(m, "the tensor's strides overflow");
     }
     if (n > n_storage || offset->number >= n_storage || last >= n_storage - offset->number)
         return fail(m, "a tensor that reaches beyond its storage");
@@ -207,7 +216,8 @@ static oscar_status reduce(machine *m) {
     if (m->depth < 2) return fail(m, "the stack is too short");
     m->depth -= 2;
     const pickle_value *what = value_at(m, m->stack[m->depth]), *args = value_at(m, m->stack[m->depth + 1]);
-    if (what->kind != PICKLE_GLOBAL || args->kind != PICKLE_SEQUENCE) return fail(m, "a call of something that is no function");
+    if (what->kind != PICKLE_GLOBAL || args->kind != PICKLE_SEQUENCE)
+        return fail(m, "a call of something that is no function");
     if (what->number == PICKLE_REBUILD_TENSOR) return rebuild_tensor(m, args);
     if (what->number == PICKLE_ORDERED_DICT && args->n_items == 0) return push(m, (pickle_value){.kind = PICKLE_DICT});
     return fail(m, "a call that a rotation file has no use for");
@@ -245,9 +255,16 @@ static oscar_status read_float(machine *m, const uint8_t *p) {
 /* Instructions with operands: bytes that follow the instruction. -1: not one of them. */
 static int operand_bytes(uint8_t op) {
     switch (op) {
-    case 0x80: case 'q': case 'h': case 'K': case 0x8a: return 1;
+    case 0x80:
+    case 'q':
+    case 'h':
+    case 'K':
+    case 0x8a: return 1;
     case 'M': return 2;
-    case 'r': case 'j': case 'J': case 'X': return 4;
+    case 'r':
+    case 'j':
+    case 'J':
+    case 'X': return 4;
     case 'G': return 8;
     default: return -1;
     }
@@ -265,9 +282,7 @@ static oscar_status step_operand(machine *m, uint8_t op, const uint8_t *p) {
     case 'M': return push_number(m, PICKLE_INT, load_u16(p));
     case 'J': return push_number(m, PICKLE_INT, (int32_t)load_u32(p));
     case 'G': return read_float(m, p);
-    case 0x8a:
-        more = take(m, p[0]);
-        return more ? read_long(m, more, p[0]) : fail(m, "truncated");
+    case 0x8a: more = take(m, p[0]); return more ? read_long(m, more, p[0]) : fail(m, "truncated");
     default: /* 'X' */
         more = take(m, load_u32(p));
         if (!more) return fail(m, "truncated text");
@@ -284,9 +299,12 @@ static oscar_status step_plain(machine *m, uint8_t op) {
     case 0x88: return push_number(m, PICKLE_BOOL, 1);
     case 0x89: return push_number(m, PICKLE_BOOL, 0);
     case '}': return push(m, (pickle_value){.kind = PICKLE_DICT});
-    case ']': case ')': return push(m, (pickle_value){.kind = PICKLE_SEQUENCE});
+    case ']':
+    case ')': return push(m, (pickle_value){.kind = PICKLE_SEQUENCE});
     case 't': return make_marked_tuple(m);
-    case 0x85: case 0x86: case 0x87: return make_tuple(m, (size_t)(op - 0x84));
+    case 0x85:
+    case 0x86:
+    case 0x87: return make_tuple(m, (size_t)(op - 0x84));
     case 'a': return extend_by(m, PICKLE_SEQUENCE, 1);
     case 'e': return extend_marked(m, PICKLE_SEQUENCE);
     case 's': return extend_by(m, PICKLE_DICT, 2);
@@ -323,7 +341,8 @@ static oscar_status run(machine *m) {
 oscar_status pickle_read(pickle *out, const uint8_t *bytes, size_t n_bytes, const char *file_name, oscar_error *error) {
     memset(out, 0, sizeof *out);
     if (n_bytes > PICKLE_MAX_BYTES)
-        return error_set(error, OSCAR_ERROR_FORMAT, -1, "%s: data.pkl: found %zu bytes, expected at most %u", file_name, n_bytes, PICKLE_MAX_BYTES);
+        return error_set(error, OSCAR_ERROR_FORMAT, -1, "%s: data.pkl: found %zu bytes, expected at most %u", file_name,
+                         n_bytes, PICKLE_MAX_BYTES);
     machine m = {.p = out, .bytes = bytes, .n_bytes = n_bytes, .file_name = file_name, .error = error};
     oscar_status status = run(&m);
     free(m.stack);
@@ -340,7 +359,8 @@ void pickle_free(pickle *p) {
 }
 
 bool pickle_text_is(const pickle_value *value, const char *text) {
-    return value->kind == PICKLE_TEXT && value->text_bytes == strlen(text) && !memcmp(value->text, text, value->text_bytes);
+    return value->kind == PICKLE_TEXT && value->text_bytes == strlen(text) &&
+           !memcmp(value->text, text, value->text_bytes);
 }
 
 int32_t pickle_get(const pickle *p, int32_t dict, const char *key) {

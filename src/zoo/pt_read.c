@@ -40,7 +40,8 @@ static oscar_status find_prefix(pt_reader *r) {
         const zip_entry *e = &r->archive.entries[i];
         if (e->name_bytes < n || memcmp(e->name + e->name_bytes - n, wanted, n)) continue;
         size_t folder = e->name_bytes - n + 1;
-        if (folder >= sizeof r->prefix - 32 || memchr(e->name, 0, folder)) return fail(r, "data.pkl", "a folder name that is too long or holds NUL");
+        if (folder >= sizeof r->prefix - 32 || memchr(e->name, 0, folder))
+            return fail(r, "data.pkl", "a folder name that is too long or holds NUL");
         memcpy(r->prefix, e->name, folder);
         r->prefix[folder] = '\0';
         return OSCAR_OK;
@@ -70,15 +71,17 @@ static oscar_status check_byte_order(pt_reader *r) {
  * name of the one that asks. */
 static oscar_status read_storage(pt_reader *r, const pickle_value *storage, const char *tensor, const float **out) {
     char name[32];
-    if (storage->text_bytes > 12 || memchr(storage->text, 0, storage->text_bytes)) return fail(r, tensor, "a storage key of more than 12 characters");
+    if (storage->text_bytes > 12 || memchr(storage->text, 0, storage->text_bytes))
+        return fail(r, tensor, "a storage key of more than 12 characters");
     snprintf(name, sizeof name, "data/%.*s", (int)storage->text_bytes, storage->text);
     const zip_entry *entry = find_entry(r, name);
     if (!entry) return fail(r, tensor, "its data is not in the archive");
     float **slot = &r->storages[entry - r->archive.entries];
     uint64_t bytes;
     if (__builtin_mul_overflow((uint64_t)storage->number, sizeof(float), &bytes) || bytes != entry->bytes)
-        return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)entry->offset, "%s: %s: found %llu bytes of data, expected %lld float32",
-                         r->source->name, tensor, (unsigned long long)entry->bytes, (long long)storage->number);
+        return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)entry->offset,
+                         "%s: %s: found %llu bytes of data, expected %lld float32", r->source->name, tensor,
+                         (unsigned long long)entry->bytes, (long long)storage->number);
     if (!*slot) {
         uint8_t *data;
         oscar_status status = zip_read(r->source, entry, &data, r->error);
@@ -96,7 +99,8 @@ static oscar_status read_storage(pt_reader *r, const pickle_value *storage, cons
 
 static oscar_status add_tensor(pt_reader *r, int32_t layer, const pickle_value *key, const pickle_value *value) {
     char name[96];
-    if (key->text_bytes > 64 || memchr(key->text, 0, key->text_bytes)) return fail(r, "layers", "a key of more than 64 characters");
+    if (key->text_bytes > 64 || memchr(key->text, 0, key->text_bytes))
+        return fail(r, "layers", "a key of more than 64 characters");
     int n = snprintf(name, sizeof name, "layers.%d.%.*s", (int)layer, (int)key->text_bytes, key->text);
     if (r->file->n_tensors == MAX_TENSORS) return fail(r, name, "more than 8192 tensors");
     for (int32_t i = 0; i < r->file->n_tensors; i++)
@@ -135,7 +139,8 @@ static oscar_status check_rotation(pt_reader *r, int32_t layer) {
     snprintf(name, sizeof name, "layers.%d.rotation", (int)layer);
     if (!t) return fail(r, name, "found none, expected a tensor [d, d] or [H, d, d]");
     bool is_matrix = t->n_dims == 2 || t->n_dims == 3;
-    if (!is_matrix || t->shape[t->n_dims - 2] != t->shape[t->n_dims - 1]) return fail(r, name, "its shape is neither [d, d] nor [H, d, d]");
+    if (!is_matrix || t->shape[t->n_dims - 2] != t->shape[t->n_dims - 1])
+        return fail(r, name, "its shape is neither [d, d] nor [H, d, d]");
     r->file->n_layers++;
     return OSCAR_OK;
 }
@@ -200,8 +205,9 @@ static oscar_status read_contents(pt_reader *r) {
         return fail(r, "format_version", "found none, expected a whole number from 1");
     int64_t version = r->p.values[index].number;
     if (version > NEWEST_VERSION)
-        return error_set(r->error, OSCAR_ERROR_UNSUPPORTED, -1, "%s: format_version: found %lld, this build reads up to %d",
-                         r->source->name, (long long)version, NEWEST_VERSION);
+        return error_set(r->error, OSCAR_ERROR_UNSUPPORTED, -1,
+                         "%s: format_version: found %lld, this build reads up to %d", r->source->name,
+                         (long long)version, NEWEST_VERSION);
     r->file->version = (int32_t)version;
     r->storages = calloc((size_t)r->archive.n_entries, sizeof *r->storages);
     if (!r->storages) return no_memory(r);

@@ -43,8 +43,8 @@ static void write_buffer(pt_writer *w, byte_buffer *b) {
 /* The fields that a local header and a directory record share, from the flags to the sizes. */
 static void put_common(byte_buffer *b, uint32_t crc, size_t n_bytes) {
     put_u16(b, UTF8_NAMES);
-    put_u16(b, 0);              /* stored */
-    put_u32(b, 0x00210000);     /* 1980-01-01: the same input gives the same file */
+    put_u16(b, 0);          /* stored */
+    put_u32(b, 0x00210000); /* 1980-01-01: the same input gives the same file */
     put_u32(b, crc);
     put_u32(b, (uint32_t)n_bytes);
     put_u32(b, (uint32_t)n_bytes);
@@ -139,7 +139,8 @@ static void put_tensor(pt_writer *w, const uint32_t *shape, int32_t n_dims) {
     put_int(w, 0);
     put_dims(w, shape, n_dims);
     put_dims(w, strides, n_dims);
-    buffer_put_text(&w->pickle, "\x89" "ccollections\nOrderedDict\n)RtR");
+    buffer_put_text(&w->pickle, "\x89"
+                                "ccollections\nOrderedDict\n)RtR");
 }
 
 /* One matrix stands for all heads where they agree in every bit, or where there is none. */
@@ -239,7 +240,8 @@ static bool fits(const pt_writer *w) {
 static oscar_status write_archive(pt_writer *w) {
     oscar_status status = OSCAR_OK;
     put_pickle(w);
-    if (w->pickle.failed) return error_set(w->error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for the pickle", w->file.path);
+    if (w->pickle.failed)
+        return error_set(w->error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for the pickle", w->file.path);
     write_entry(w, "rotations/data.pkl", w->pickle.bytes, w->pickle.n_bytes);
     write_entry(w, "rotations/byteorder", "little", 6);
     w->n_storages = 0;
@@ -257,14 +259,16 @@ static const char *lost_field(const rotations_layer *l) {
     return l->v_mean ? "v_mean" : NULL;
 }
 
-oscar_status oscar_zoo_write_pt(const oscar_rotations *rotations, int32_t side, bool lossy, const char *path, oscar_error *error) {
+oscar_status oscar_zoo_write_pt(const oscar_rotations *rotations, int32_t side, bool lossy, const char *path,
+                                oscar_error *error) {
     if (!rotations || !path || (side != OSCAR_ZOO_KEY && side != OSCAR_ZOO_VALUE))
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "rotations or path is NULL, or side is neither 0 nor 1");
     pt_writer w = {.rotations = rotations, .side = side, .error = error};
     for (int32_t i = 0; i < rotations->n_layers && !lossy; i++) {
         const char *lost = lost_field(&rotations->layers[i]);
         if (lost)
-            return error_set(error, OSCAR_ERROR_MISMATCH, -1, "%s: layer %d: %s cannot be kept in a .pt file", path, (int)i, lost);
+            return error_set(error, OSCAR_ERROR_MISMATCH, -1, "%s: layer %d: %s cannot be kept in a .pt file", path,
+                             (int)i, lost);
     }
     oscar_status status = rotations_check(rotations, error);
     if (status) return status;

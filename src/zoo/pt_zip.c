@@ -40,7 +40,8 @@ static oscar_status locate(const byte_source *source, zip_entry *entry, uint64_t
     oscar_status status = source_read(source, local_at, LOCAL_BYTES, local, "a zip entry", error);
     if (status) return status;
     if (load_u32(local) != 0x04034b50) return fail(source, local_at, "no local header where the directory says", error);
-    if (load_u16(local + 26) != entry->name_bytes) return fail(source, local_at, "local and directory names differ", error);
+    if (load_u16(local + 26) != entry->name_bytes)
+        return fail(source, local_at, "local and directory names differ", error);
     entry->offset = local_at + LOCAL_BYTES + load_u16(local + 26) + load_u16(local + 28);
     if (entry->offset > source->size || entry->bytes > source->size - entry->offset)
         return fail(source, local_at, "truncated: an entry reaches beyond the file", error);
@@ -63,14 +64,17 @@ static oscar_status read_entries(zip_archive *archive, const byte_source *source
         if (load_u16(record + 8) & 1) return fail(source, file_at, "an encrypted entry", error);
         if (load_u16(record + 10) != 0 || load_u32(record + 20) != load_u32(record + 24))
             return fail(source, file_at, "a compressed entry, expected stored ones", error);
-        *entry = (zip_entry){.name = (const char *)record + ENTRY_BYTES, .name_bytes = name_bytes,
-                             .bytes = load_u32(record + 24), .crc = load_u32(record + 16)};
+        *entry = (zip_entry){.name = (const char *)record + ENTRY_BYTES,
+                             .name_bytes = name_bytes,
+                             .bytes = load_u32(record + 24),
+                             .crc = load_u32(record + 16)};
         oscar_status status = locate(source, entry, load_u32(record + 42), error);
         if (status) return status;
         total += entry->bytes;
         if (total > source->size) return fail(source, file_at, "entries overlap", error);
         for (int32_t j = 0; j < i; j++)
-            if (archive->entries[j].name_bytes == name_bytes && !memcmp(archive->entries[j].name, entry->name, name_bytes))
+            if (archive->entries[j].name_bytes == name_bytes &&
+                !memcmp(archive->entries[j].name, entry->name, name_bytes))
                 return fail(source, file_at, "two entries of one name", error);
         at += bytes;
     }
@@ -85,10 +89,12 @@ oscar_status zip_open(zip_archive *archive, const byte_source *source, oscar_err
     if (status) return status;
     uint32_t n_entries = load_u16(end + 10), bytes = load_u32(end + 12), at = load_u32(end + 16);
     if (n_entries == 0xffff || at == 0xffffffffu)
-        return error_set(error, OSCAR_ERROR_UNSUPPORTED, (int64_t)end_at, "%s: a zip64 archive beyond 4 GiB", source->name);
+        return error_set(error, OSCAR_ERROR_UNSUPPORTED, (int64_t)end_at, "%s: a zip64 archive beyond 4 GiB",
+                         source->name);
     if (load_u16(end + 4) || load_u16(end + 6) || load_u16(end + 8) != n_entries)
         return fail(source, end_at, "one disk of several", error);
-    if (at > end_at || bytes > end_at - at) return fail(source, end_at, "the directory reaches beyond its end record", error);
+    if (at > end_at || bytes > end_at - at)
+        return fail(source, end_at, "the directory reaches beyond its end record", error);
     /* Names are compared with each other, so their number is kept small: a rotation file has two
      * or three entries a layer. */
     if (n_entries > 8192) return fail(source, end_at, "more than 8192 entries", error);
@@ -96,8 +102,9 @@ oscar_status zip_open(zip_archive *archive, const byte_source *source, oscar_err
     if (status) return status;
     archive->n_entries = (int32_t)n_entries;
     archive->entries = calloc(n_entries + 1, sizeof *archive->entries);
-    status = archive->entries ? read_entries(archive, source, at, bytes, error)
-                              : error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its directory", source->name);
+    status = archive->entries
+                 ? read_entries(archive, source, at, bytes, error)
+                 : error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its directory", source->name);
     if (status) zip_close(archive);
     return status;
 }
@@ -111,7 +118,8 @@ void zip_close(zip_archive *archive) {
 const zip_entry *zip_find(const zip_archive *archive, const char *name) {
     size_t n = strlen(name);
     for (int32_t i = 0; i < archive->n_entries; i++)
-        if (archive->entries[i].name_bytes == n && !memcmp(archive->entries[i].name, name, n)) return &archive->entries[i];
+        if (archive->entries[i].name_bytes == n && !memcmp(archive->entries[i].name, name, n))
+            return &archive->entries[i];
     return NULL;
 }
 
@@ -122,6 +130,7 @@ oscar_status zip_read(const byte_source *source, const zip_entry *entry, uint8_t
     if (crc == entry->crc) return OSCAR_OK;
     free(*out);
     *out = NULL;
-    return error_set(error, OSCAR_ERROR_FORMAT, (int64_t)entry->offset, "%s: zip entry %.*s: CRC-32 found %08x, expected %08x",
-                     source->name, (int)(entry->name_bytes < 80 ? entry->name_bytes : 80), entry->name, crc, entry->crc);
+    return error_set(error, OSCAR_ERROR_FORMAT, (int64_t)entry->offset,
+                     "%s: zip entry %.*s: CRC-32 found %08x, expected %08x", source->name,
+                     (int)(entry->name_bytes < 80 ? entry->name_bytes : 80), entry->name, crc, entry->crc);
 }

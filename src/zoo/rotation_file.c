@@ -6,10 +6,14 @@
 #define MEMBER(name) offsetof(rotations_layer, name)
 
 const rotation_field rotation_fields[ROTATION_N_FIELDS] = {
-    {"k_rotation", MEMBER(k_rotation), ROTATION_SQUARE}, {"v_rotation", MEMBER(v_rotation), ROTATION_SQUARE},
-    {"k_mean", MEMBER(k_mean), ROTATION_ROW},            {"k_tracked", MEMBER(k_tracked), ROTATION_ROW},
-    {"v_mean", MEMBER(v_mean), ROTATION_ROW},            {"k_metric_b", MEMBER(k_metric_b), ROTATION_LOWER},
-    {"k_metric_d", MEMBER(k_metric_d), ROTATION_ROW},    {"v_metric_b", MEMBER(v_metric_b), ROTATION_LOWER},
+    {"k_rotation", MEMBER(k_rotation), ROTATION_SQUARE},
+    {"v_rotation", MEMBER(v_rotation), ROTATION_SQUARE},
+    {"k_mean", MEMBER(k_mean), ROTATION_ROW},
+    {"k_tracked", MEMBER(k_tracked), ROTATION_ROW},
+    {"v_mean", MEMBER(v_mean), ROTATION_ROW},
+    {"k_metric_b", MEMBER(k_metric_b), ROTATION_LOWER},
+    {"k_metric_d", MEMBER(k_metric_d), ROTATION_ROW},
+    {"v_metric_b", MEMBER(v_metric_b), ROTATION_LOWER},
     {"v_metric_d", MEMBER(v_metric_d), ROTATION_ROW},
 };
 
@@ -84,8 +88,8 @@ static const char *wrong_numbers(const rotations_layer *layer) {
     return NULL;
 }
 
-oscar_status rotation_numbers_check(const rotations_layer *layer, int32_t index, const char *path,
-                                  oscar_status status, oscar_error *error) {
+oscar_status rotation_numbers_check(const rotations_layer *layer, int32_t index, const char *path, oscar_status status,
+                                    oscar_error *error) {
     for (int i = 0; i < ROTATION_N_NUMBERS; i++) {
         const rotation_number *number = &rotation_numbers[i];
         int32_t value = rotation_number_get(layer, number);
@@ -97,7 +101,8 @@ oscar_status rotation_numbers_check(const rotations_layer *layer, int32_t index,
     return wrong ? error_set(error, status, -1, "%s: layer %d: %s", path, (int)index, wrong) : OSCAR_OK;
 }
 
-oscar_status rotation_contents_check(const oscar_rotations *rotations, const char *path, oscar_status status, oscar_error *error) {
+oscar_status rotation_contents_check(const oscar_rotations *rotations, const char *path, oscar_status status,
+                                     oscar_error *error) {
     oscar_error found = {0};
     oscar_status wrong = rotations_check(rotations, &found);
     if (wrong == OSCAR_OK) return OSCAR_OK;

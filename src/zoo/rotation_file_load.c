@@ -20,8 +20,8 @@ typedef struct loader {
 } loader;
 
 static oscar_status key_fail(loader *l, const char *key, const char *found, const char *expected) {
-    return error_set(l->error, OSCAR_ERROR_FORMAT, -1, "%s: metadata %s: found %.60s, expected %s",
-                     l->source->name, key, found ? found : "none", expected);
+    return error_set(l->error, OSCAR_ERROR_FORMAT, -1, "%s: metadata %s: found %.60s, expected %s", l->source->name,
+                     key, found ? found : "none", expected);
 }
 
 static const char *take_meta(loader *l, const char *key) {
@@ -78,8 +78,8 @@ static oscar_status take_real(loader *l, const char *key, float *out) {
 
 /* The tensor by name; *out is NULL when it is absent. A present one must have this dtype and
  * shape, where a dimension of 0 stands for any. */
-static oscar_status take_tensor(loader *l, const char *name, const char *dtype, int32_t n_dims,
-                                const uint64_t *shape, const st_tensor **out) {
+static oscar_status take_tensor(loader *l, const char *name, const char *dtype, int32_t n_dims, const uint64_t *shape,
+                                const st_tensor **out) {
     const st_tensor *t = *out = st_table_find(&l->table, name);
     if (!t) return OSCAR_OK;
     l->used_tensors[t - l->table.tensors] = 1;
@@ -95,8 +95,9 @@ static oscar_status take_tensor(loader *l, const char *name, const char *dtype, 
                       : (size_t)snprintf(expected + e, sizeof expected - e, "%sn", i ? "," : "");
     }
     if (same) return OSCAR_OK;
-    return error_set(l->error, OSCAR_ERROR_FORMAT, (int64_t)t->entry_offset, "%s: tensor %s: found %.8s [%s], expected %s [%s]",
-                     l->source->name, name, t->dtype, found, dtype, expected);
+    return error_set(l->error, OSCAR_ERROR_FORMAT, (int64_t)t->entry_offset,
+                     "%s: tensor %s: found %.8s [%s], expected %s [%s]", l->source->name, name, t->dtype, found, dtype,
+                     expected);
 }
 
 static oscar_status no_memory(loader *l, const char *name) {

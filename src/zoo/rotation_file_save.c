@@ -136,8 +136,7 @@ static oscar_status make_header(saver *s) {
  */
 
 static void write_lower(atomic_file *file, const float *array, size_t n_heads, size_t d) {
-    for (size_t row = 0; row < n_heads * d; row++)
-        atomic_file_write(file, array + row * d, row % d * sizeof(float));
+    for (size_t row = 0; row < n_heads * d; row++) atomic_file_write(file, array + row * d, row % d * sizeof(float));
 }
 
 static void write_layer(atomic_file *file, const rotations_layer *layer) {
@@ -151,7 +150,8 @@ static void write_layer(atomic_file *file, const rotations_layer *layer) {
         if (field->shape == ROTATION_LOWER)
             write_lower(file, array, n_heads, d);
         else
-            atomic_file_write(file, array, n_heads * rotation_head_floats(field, layer->shape.head_dim) * sizeof(float));
+            atomic_file_write(file, array,
+                              n_heads * rotation_head_floats(field, layer->shape.head_dim) * sizeof(float));
     }
 }
 

@@ -25,13 +25,13 @@ typedef struct reader {
 
 static oscar_status fail(reader *r, size_t at, const char *found, const char *expected) {
     return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)(PREFIX_BYTES + at),
-                     "%s: header, byte %zu: found %s, expected %s", r->source->name,
-                     PREFIX_BYTES + at, found, expected);
+                     "%s: header, byte %zu: found %s, expected %s", r->source->name, PREFIX_BYTES + at, found,
+                     expected);
 }
 
 static void skip_space(reader *r) {
-    while (r->at < r->size && (r->text[r->at] == ' ' || r->text[r->at] == '\t' ||
-                               r->text[r->at] == '\n' || r->text[r->at] == '\r'))
+    while (r->at < r->size &&
+           (r->text[r->at] == ' ' || r->text[r->at] == '\t' || r->text[r->at] == '\n' || r->text[r->at] == '\r'))
         r->at++;
 }
 
@@ -200,16 +200,17 @@ static uint32_t dtype_bytes(const char *dtype) {
     static const struct {
         const char *name;
         uint32_t bytes;
-    } known[] = {{"BOOL", 1}, {"U8", 1},  {"I8", 1},   {"F8_E5M2", 1}, {"F8_E4M3", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
-                 {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4},     {"I64", 8},     {"U64", 8}, {"F64", 8}};
+    } known[] = {{"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 1}, {"F8_E4M3", 1},
+                 {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},
+                 {"U32", 4},  {"F32", 4}, {"I64", 8}, {"U64", 8},     {"F64", 8}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (!strcmp(known[i].name, dtype)) return known[i].bytes;
     return 0;
 }
 
 static oscar_status tensor_fail(reader *r, const st_tensor *t, const char *what) {
-    return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)t->entry_offset, "%s: tensor %s: %s",
-                     r->source->name, t->name, what);
+    return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)t->entry_offset, "%s: tensor %s: %s", r->source->name,
+                     t->name, what);
 }
 
 /* The range in the data must be what shape and dtype say. Turns offsets into file offsets. */
@@ -227,8 +228,7 @@ static oscar_status place_tensor(reader *r, st_tensor *t, const uint64_t *range)
     if (begin > end)
         snprintf(what, sizeof what, "begins at %llu, behind its end %llu", begin, end);
     else if (end > data_bytes)
-        snprintf(what, sizeof what, "truncated: ends at %llu of %llu data bytes", end,
-                 (unsigned long long)data_bytes);
+        snprintf(what, sizeof what, "truncated: ends at %llu of %llu data bytes", end, (unsigned long long)data_bytes);
     else if (end - begin != bytes)
         snprintf(what, sizeof what, "data_offsets hold %llu bytes, shape and dtype %llu", end - begin,
                  (unsigned long long)bytes);
@@ -271,7 +271,8 @@ static oscar_status read_tensor(reader *r, const char *name, size_t entry_at) {
     if (n_range != 2) return tensor_fail(r, &tensor, "data_offsets has not two numbers");
     if ((status = place_tensor(r, &tensor, range))) return status;
     st_table *t = r->table;
-    if (!array_grow((void **)&t->tensors, (size_t)t->n_tensors, &r->tensors_capacity, sizeof tensor)) return no_memory(r);
+    if (!array_grow((void **)&t->tensors, (size_t)t->n_tensors, &r->tensors_capacity, sizeof tensor))
+        return no_memory(r);
     t->tensors[t->n_tensors++] = tensor;
     return OSCAR_OK;
 }
@@ -325,19 +326,20 @@ static oscar_status check_table(reader *r) {
         const st_tensor *tensor = &t->tensors[i];
         if (tensor->begin != at) {
             snprintf(what, sizeof what, "%s at byte %llu, expected its data at %llu",
-                     tensor->begin < at ? "overlaps another" : "leaves a hole",
-                     (unsigned long long)tensor->begin, (unsigned long long)at);
+                     tensor->begin < at ? "overlaps another" : "leaves a hole", (unsigned long long)tensor->begin,
+                     (unsigned long long)at);
             return tensor_fail(r, tensor, what);
         }
         at = tensor->end;
     }
     if (at != r->source->size)
         return error_set(r->error, OSCAR_ERROR_FORMAT, (int64_t)at,
-                         "%s: the tensors end at byte %llu, the file at %llu", r->source->name,
-                         (unsigned long long)at, (unsigned long long)r->source->size);
+                         "%s: the tensors end at byte %llu, the file at %llu", r->source->name, (unsigned long long)at,
+                         (unsigned long long)r->source->size);
     if (t->n_tensors) qsort(t->tensors, (size_t)t->n_tensors, sizeof *t->tensors, compare_name);
     for (int32_t i = 1; i < t->n_tensors; i++)
-        if (!compare_name(&t->tensors[i - 1], &t->tensors[i])) return tensor_fail(r, &t->tensors[i], "its name occurs twice");
+        if (!compare_name(&t->tensors[i - 1], &t->tensors[i]))
+            return tensor_fail(r, &t->tensors[i], "its name occurs twice");
     if (t->n_meta) qsort(t->meta, (size_t)t->n_meta, sizeof *t->meta, compare_key);
     for (int32_t i = 1; i < t->n_meta; i++)
         if (!compare_key(&t->meta[i - 1], &t->meta[i]))
@@ -353,8 +355,8 @@ oscar_status st_table_read(st_table *table, const byte_source *source, oscar_err
     if (status) return status;
     uint64_t size = load_u64(prefix);
     if (size < 2 || size > SAFETENSORS_MAX_HEADER_BYTES)
-        return error_set(error, OSCAR_ERROR_FORMAT, 0, "%s: header length: found %llu, expected 2 to %u",
-                         source->name, (unsigned long long)size, SAFETENSORS_MAX_HEADER_BYTES);
+        return error_set(error, OSCAR_ERROR_FORMAT, 0, "%s: header length: found %llu, expected 2 to %u", source->name,
+                         (unsigned long long)size, SAFETENSORS_MAX_HEADER_BYTES);
     uint8_t *header;
     status = source_read_alloc(source, PREFIX_BYTES, size, &header, "the header", error);
     if (status) return status;

@@ -25,7 +25,8 @@ char *zoo_copy_text(oscar_zoo_file *file, const char *text, size_t n_bytes) {
 }
 
 bool zoo_add_tensor(oscar_zoo_file *file, const zoo_tensor *tensor) {
-    if (!array_grow((void **)&file->tensors, (size_t)file->n_tensors, &file->tensors_capacity, sizeof *tensor)) return false;
+    if (!array_grow((void **)&file->tensors, (size_t)file->n_tensors, &file->tensors_capacity, sizeof *tensor))
+        return false;
     file->tensors[file->n_tensors++] = *tensor;
     return true;
 }
@@ -109,7 +110,8 @@ oscar_status zoo_safetensors_read(oscar_zoo_file **out, const byte_source *sourc
     if (!file) return error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory", source->name);
     file->format = OSCAR_ZOO_SAFETENSORS;
     oscar_status status = st_table_read(&file->table, source, error);
-    if (!status && !list_tensors(file)) status = error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its list", source->name);
+    if (!status && !list_tensors(file))
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "%s: no memory for its list", source->name);
     const char *format = status ? NULL : st_table_meta(&file->table, "format");
     const char *version = status ? NULL : st_table_meta(&file->table, "format_version");
     if (format && version && !strcmp(format, ROTATION_FILE_FORMAT)) file->version = (int32_t)strtol(version, NULL, 10);
