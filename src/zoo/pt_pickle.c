@@ -87,7 +87,7 @@ static oscar_status make_tuple(machine *m, size_t n) {
 }
 
 static oscar_status make_marked_tuple(machine *m) {
-    size_t mark;
+    size_t mark = 0;
     oscar_status status = find_mark(m, &mark);
     if (!status) status = make_tuple(m, m->depth - mark - 1);
     if (status) return status;
@@ -107,7 +107,7 @@ static oscar_status extend(machine *m, pickle_kind kind, size_t below, size_t fi
     return status;
 }
 static oscar_status extend_marked(machine *m, pickle_kind kind) {
-    size_t mark;
+    size_t mark = 0;
     oscar_status status = find_mark(m, &mark);
     if (status) return status;
     return mark == 0 ? fail(m, "the stack is too short") : extend(m, kind, mark - 1, mark + 1);
