@@ -5,7 +5,7 @@
 
 #include "calib/calib.h"
 
-#define MAX_QUERIES 128 /* tokens whose queries are sampled */
+#define MAX_QUERIES 64 /* tokens whose queries are sampled */
 
 struct heldout {
     oscar_layer shape;

@@ -1,6 +1,7 @@
 /* Held-out measurements of a model, and the choices they make. */
 #include "eval/fit_choice.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 
 /* The chosen number of tracked pairs may lose this much against the best. */
@@ -102,49 +103,136 @@ static oscar_status try_values(heldout *h, const rotations_layer *layer, heldout
     return status;
 }
 
-/* First run: every number of pairs for every head. */
-static oscar_status try_tracked(fit_choice *c, int32_t layer, heldout *h, oscar_error *error) {
-    rotations_layer *fitted = &c->ours->layers[layer];
+/* One head's part of a layer, measured by one thread: sums are added up afterwards, in the order of
+ * heads, so that they do not depend on the threads. */
+typedef struct head_trial {
+    heldout *rows;
+    heldout_error tracked; /* first run: one candidate, all shifts */
+    layer_trial trial;     /* second run */
+    oscar_status status;
+    oscar_error error;
+} head_trial;
+
+/* A layer in flight. */
+typedef struct layer_job {
+    fit_choice *choice;
+    int32_t layer, n_heads;
+    const oscar_step *step;
+    head_trial *heads; /* [n_heads] */
+    void (*measure)(struct layer_job *job, int32_t head);
+    int32_t ith, n_threads;
+} layer_job;
+
+static void read_rows(layer_job *job, int32_t head) {
+    const fit_choice *c = job->choice;
+    head_trial *t = &job->heads[head];
+    t->status = heldout_new(&t->rows, &c->sums->layers[job->layer], job->step, head, c->options.sink, c->options.recent, &t->error);
+}
+
+/* First run: the number of pairs that the layer has now, near and far. */
+static void measure_tracked(layer_job *job, int32_t head) {
+    fit_choice *c = job->choice;
+    head_trial *t = &job->heads[head];
+    memset(&t->tracked, 0, sizeof t->tracked);
+    for (int32_t s = 0; s < c->n_shifts && t->status == OSCAR_OK; s++)
+        t->status = try_keys(t->rows, &c->ours->layers[job->layer], c->shift[s], &t->tracked, &t->error);
+}
+
+/* Second run: gain off and on, and more bits where there is a budget for them. */
+static void measure_gain_and_bits(layer_job *job, int32_t head) {
+    const fit_choice *c = job->choice;
+    rotations_layer probe = c->ours->layers[job->layer]; /* shares the arrays */
+    head_trial *h = &job->heads[head];
+    layer_trial *trial = &h->trial;
+    for (int gain = 0; gain < 2 && h->status == OSCAR_OK; gain++) {
+        probe.gain_k = probe.gain_v = gain == 1;
+        h->status = try_keys(h->rows, &probe, 0, &trial->key[gain], &h->error);
+        if (h->status == OSCAR_OK) h->status = try_values(h->rows, &probe, &trial->value[gain], &h->error);
+    }
+    for (int32_t bits = 3; bits <= MAX_BITS && c->options.bits_budget > 2 && h->status == OSCAR_OK; bits++) {
+        probe.bits_k = probe.bits_v = bits;
+        h->status = try_keys(h->rows, &probe, 0, &trial->key_bits[bits], &h->error);
+        if (h->status == OSCAR_OK) h->status = try_values(h->rows, &probe, &trial->value_bits[bits], &h->error);
+    }
+    const rotations_layer *zoo = &c->zoo->layers[job->layer];
+    if (h->status == OSCAR_OK) h->status = try_keys(h->rows, zoo, 0, &trial->zoo_key, &h->error);
+    if (h->status == OSCAR_OK) h->status = try_values(h->rows, zoo, &trial->zoo_value, &h->error);
+}
+
+static void *run_heads(void *argument) {
+    layer_job *job = argument;
+    for (int32_t head = job->ith; head < job->n_heads; head += job->n_threads) job->measure(job, head);
+    return NULL;
+}
+
+/* `measure` for every head; the first failure. */
+static oscar_status for_heads(const layer_job *job, void (*measure)(layer_job *, int32_t), oscar_error *error) {
+    enum { MAX_THREADS = 64 };
+    pthread_t threads[MAX_THREADS];
+    layer_job jobs[MAX_THREADS];
+    bool started[MAX_THREADS] = {false};
+    int32_t n_threads = job->choice->options.n_threads;
+    if (n_threads > job->n_heads) n_threads = job->n_heads;
+    if (n_threads > MAX_THREADS) n_threads = MAX_THREADS;
+    if (n_threads < 1) n_threads = 1;
+    for (int32_t i = n_threads - 1; i >= 0; i--) {
+        jobs[i] = *job;
+        jobs[i].measure = measure;
+        jobs[i].ith = i;
+        jobs[i].n_threads = n_threads;
+        started[i] = i > 0 && pthread_create(&threads[i], NULL, run_heads, &jobs[i]) == 0;
+        if (!started[i]) run_heads(&jobs[i]);
+    }
+    for (int32_t i = 1; i < n_threads; i++)
+        if (started[i]) pthread_join(threads[i], NULL);
+    for (int32_t head = 0; head < job->n_heads; head++) {
+        const head_trial *t = &job->heads[head];
+        if (t->status != OSCAR_OK) return error_set(error, t->status, t->error.position, "layer %d, KV head %d: %.180s", job->layer, head, t->error.message);
+    }
+    return OSCAR_OK;
+}
+
+static oscar_status try_tracked(const layer_job *job, oscar_error *error) {
+    fit_choice *c = job->choice;
     oscar_status status = OSCAR_OK;
     for (int32_t i = 0; i < c->n_candidates && status == OSCAR_OK; i++) {
-        status = calib_set_tracked(c->sums, layer, c->candidate[i], fitted, error);
-        for (int32_t s = 0; s < c->n_shifts && status == OSCAR_OK; s++)
-            status = try_keys(h, fitted, c->shift[s], &c->tracked[layer * FIT_MAX_CANDIDATES + i], error);
+        status = calib_set_tracked(c->sums, job->layer, c->candidate[i], &c->ours->layers[job->layer], error);
+        if (status == OSCAR_OK) status = for_heads(job, measure_tracked, error);
+        for (int32_t head = 0; head < job->n_heads && status == OSCAR_OK; head++)
+            heldout_accumulate(&c->tracked[job->layer * FIT_MAX_CANDIDATES + i], &job->heads[head].tracked);
     }
     return status;
 }
 
-/* Second run: gain off and on, and more bits where there is a budget for them. */
-static oscar_status try_gain_and_bits(fit_choice *c, int32_t layer, heldout *h, oscar_error *error) {
-    rotations_layer probe = c->ours->layers[layer]; /* shares the arrays */
-    layer_trial *trial = &c->trial[layer];
-    oscar_status status = OSCAR_OK;
-    for (int gain = 0; gain < 2 && status == OSCAR_OK; gain++) {
-        probe.gain_k = probe.gain_v = gain == 1;
-        status = try_keys(h, &probe, 0, &trial->key[gain], error);
-        if (status == OSCAR_OK) status = try_values(h, &probe, &trial->value[gain], error);
+static oscar_status try_gain_and_bits(const layer_job *job, oscar_error *error) {
+    oscar_status status = for_heads(job, measure_gain_and_bits, error);
+    layer_trial *sum = &job->choice->trial[job->layer];
+    for (int32_t head = 0; head < job->n_heads && status == OSCAR_OK; head++) {
+        const layer_trial *part = &job->heads[head].trial;
+        for (int gain = 0; gain < 2; gain++) {
+            heldout_accumulate(&sum->key[gain], &part->key[gain]);
+            heldout_accumulate(&sum->value[gain], &part->value[gain]);
+        }
+        for (int32_t bits = 3; bits <= MAX_BITS; bits++) {
+            heldout_accumulate(&sum->key_bits[bits], &part->key_bits[bits]);
+            heldout_accumulate(&sum->value_bits[bits], &part->value_bits[bits]);
+        }
+        heldout_accumulate(&sum->zoo_key, &part->zoo_key);
+        heldout_accumulate(&sum->zoo_value, &part->zoo_value);
     }
-    for (int32_t bits = 3; bits <= MAX_BITS && c->options.bits_budget > 2 && status == OSCAR_OK; bits++) {
-        probe.bits_k = probe.bits_v = bits;
-        status = try_keys(h, &probe, 0, &trial->key_bits[bits], error);
-        if (status == OSCAR_OK) status = try_values(h, &probe, &trial->value_bits[bits], error);
-    }
-    if (status == OSCAR_OK) status = try_keys(h, &c->zoo->layers[layer], 0, &trial->zoo_key, error);
-    if (status == OSCAR_OK) status = try_values(h, &c->zoo->layers[layer], &trial->zoo_value, error);
     return status;
 }
 
 oscar_status fit_choice_observe(fit_choice *c, int32_t layer, const oscar_step *step, oscar_error *error) {
     if (step->positions[0] != 0)
         return error_set(error, OSCAR_ERROR_INTERNAL, -1, "a held-out chunk came in parts (position %d first)", step->positions[0]);
-    oscar_status status = OSCAR_OK;
-    for (int32_t head = 0; head < c->sums->layers[layer].n_kv_heads && status == OSCAR_OK; head++) {
-        heldout *h;
-        status = heldout_new(&h, &c->sums->layers[layer], step, head, c->options.sink, c->options.recent, error);
-        if (status != OSCAR_OK) break;
-        status = c->run == 1 ? try_tracked(c, layer, h, error) : try_gain_and_bits(c, layer, h, error);
-        heldout_free(h);
-    }
+    layer_job job = {.choice = c, .layer = layer, .n_heads = c->sums->layers[layer].n_kv_heads, .step = step};
+    job.heads = calloc((size_t)job.n_heads, sizeof *job.heads);
+    if (!job.heads) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for %d heads", job.n_heads);
+    oscar_status status = for_heads(&job, read_rows, error);
+    if (status == OSCAR_OK) status = c->run == 1 ? try_tracked(&job, error) : try_gain_and_bits(&job, error);
+    for (int32_t head = 0; head < job.n_heads; head++) heldout_free(job.heads[head].rows);
+    free(job.heads);
     return status;
 }
 

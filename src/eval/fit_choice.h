@@ -17,6 +17,7 @@ typedef struct fit_choice_options {
     int32_t context;      /* positions that keys will reach */
     int32_t n_tracked;    /* < 0: choose */
     double bits_budget;   /* average bits of the codes; up to 2: 2 everywhere */
+    int32_t n_threads;    /* heads are measured side by side */
 } fit_choice_options;
 
 /* `ours` is edited as choices fall; `zoo` is measured for the table. All borrowed. */

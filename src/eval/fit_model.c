@@ -187,12 +187,15 @@ static fit_choice_options choice_options(const fit_options *options, const fit_t
         .context = context,
         .n_tracked = options->n_tracked,
         .bits_budget = options->bits_budget,
+        .n_threads = options->n_threads,
     };
 }
 
 static oscar_status choose(fit_pass *pass, struct llama_model *model, const fit_text *text, oscar_rotations *ours,
                            const oscar_rotations *zoo, fit_report *report, oscar_error *error) {
     fit_choice_options options = choice_options(pass->options, text, model);
+    /* Most of the time goes into measuring, by threads of its own: ggml's would only spin beside. */
+    llama_set_n_threads(pass->runner.ctx, 1, 1);
     oscar_status status = fit_choice_new(&pass->choice, pass->sums, ours, zoo, &options, error);
     if (status == OSCAR_OK) status = run_chunks(pass, &text->heldout, observe_choice, "choosing tracked pairs", error);
     if (status == OSCAR_OK) status = fit_choice_next(pass->choice, error);
