@@ -3,8 +3,8 @@
  *
  *   oscar_bench_cuda [key=value ...]   d, b (sequences), t (tokens), g (query heads a KV head),
  *                                      tracked, tokens (query tokens), h (KV heads)
- * Without arguments: the table of docs/PERFORMANCE-cuda.md. The pure read is a kernel of the same
- * shape that copies the same tiles in the same order and does nothing with them.
+ * Without arguments: the table of docs/PERFORMANCE-cuda.md. The pure read is a kernel that loads
+ * the same tiles and does nothing with them.
  */
 #include <cuda_runtime.h>
 #include <stdio.h>
@@ -50,21 +50,24 @@ __global__ void fill_bf16(uint16_t *p, size_t n, uint32_t seed) {
     }
 }
 
-/* Reads tiles with plain 16-byte loads, all CTAs striding over the pages of a block table. */
-__global__ void __launch_bounds__(512) read_tiles(const uint8_t *pages, const int *table, int n_pages, int page_bytes,
+/* Reads tiles with plain 16-byte loads, a warp a tile, all its loads in flight at once. */
+template <int CHUNKS>
+__global__ void __launch_bounds__(512) read_tiles(const uint8_t *pages, const int *table, int n_tiles, int n_heads,
                                                   uint32_t *out) {
+    const int lane = threadIdx.x & 31, n_warps = gridDim.x * 16;
     uint32_t x = 0;
-    for (int i = blockIdx.x; i < n_pages; i += gridDim.x) {
-        const uint4 *p = reinterpret_cast<const uint4 *>(pages + (size_t)table[i] * page_bytes);
-        const int n = page_bytes / 16;
-#pragma unroll 8
-        for (int k = threadIdx.x; k < n; k += 512) {
-            uint4 v;
+#pragma unroll 1
+    for (int i = blockIdx.x * 16 + (threadIdx.x >> 5); i < n_tiles; i += n_warps) {
+        const size_t tile = (size_t)table[i / n_heads] * n_heads + i % n_heads;
+        const uint4 *p = reinterpret_cast<const uint4 *>(pages) + tile * (CHUNKS * 32) + lane;
+        uint4 v[CHUNKS];
+#pragma unroll
+        for (int k = 0; k < CHUNKS; k++)
             asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                         : "l"(p + k));
-            x ^= v.x ^ v.y ^ v.z ^ v.w;
-        }
+                         : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w)
+                         : "l"(p + 32 * k));
+#pragma unroll
+        for (int k = 0; k < CHUNKS; k++) x ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
     }
     if (x == 0x12345678) out[threadIdx.x] = x;
 }
@@ -176,11 +179,13 @@ static void bench(const Options &o) {
     const size_t n_pages = pool.bytes / page_bytes;
     const int pages_a_seq = (o.t + 63) / 64;
     const size_t pages_a_set = (size_t)pages_a_seq * o.b;
-    const int n_sets = (int)std::max<size_t>(1, std::min<size_t>(n_pages / pages_a_set, 32));
-    std::vector<int> order(n_pages);
-    for (size_t i = 0; i < n_pages; i++) order[i] = (int)i;
-    std::shuffle(order.begin(), order.end(), std::mt19937(5));
-    order.resize((size_t)n_sets * pages_a_set);
+    const int n_sets = (int)std::max<size_t>(1, std::min<size_t>(n_pages / pages_a_set, o.b > 1 ? 4 : 32));
+    /* A set stands for a layer: pages of its own, in random order. */
+    std::vector<int> order((size_t)n_sets * pages_a_set);
+    std::mt19937 random(5);
+    for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
+    for (int i = 0; i < n_sets; i++)
+        std::shuffle(order.begin() + i * pages_a_set, order.begin() + (i + 1) * pages_a_set, random);
     int *table = device_array<int>(order.size()), *lengths = device_array<int>(o.b);
     check(cudaMemcpy(table, order.data(), order.size() * 4, cudaMemcpyHostToDevice), "table");
     std::vector<int> host_lengths(o.b, o.t);
@@ -199,8 +204,9 @@ static void bench(const Options &o) {
     check(cudaMemset(workspace, 0, workspace_bytes), "workspace");
     const int repeats = o.b > 1 ? 7 : 11;
     const float read = time_graph(n_sets, repeats, [&](int i, cudaStream_t stream) {
-        read_tiles<<<264, 512, 0, stream>>>(pool.pages, table + (size_t)i * pages_a_set, (int)pages_a_set,
-                                            (int)page_bytes, (uint32_t *)out);
+        auto kernel = o.d == 64 ? read_tiles<5> : o.d == 128 ? read_tiles<9> : read_tiles<18>;
+        kernel<<<264, 512, 0, stream>>>(pool.pages, table + (size_t)i * pages_a_set, (int)pages_a_set * o.h, o.h,
+                                        (uint32_t *)out);
     });
     float time[2];
     for (int back = 0; back < 2; back++)

@@ -61,14 +61,14 @@ DEVICE void scale_query(const DecodeParams &p, RawQuery<C> &raw, float &scale) {
 
 /* Rotates the segment's queries into shared memory and gathers what the bias needs. `between` runs
  * after the first loads are on their way. */
-template <class C, bool BIAS, class F>
+template <class C, int MODE, class F>
 DEVICE void prepare_segment(const DecodeParams &p, const SegmentData<C> &s, const Target &to, int warp,
                             int lane, F between) {
     constexpr int ROW_TILES = (C::ROWS + 7) / 8, CHUNK = C::STEPS < 8 ? C::STEPS : 8;
     constexpr int TURNS = (C::STEPS + C::WARPS - 1) / C::WARPS;
     const int g = lane >> 2, t = lane & 3;
     RawQuery<C> raw[ROW_TILES];
-    if (warp < C::STEPS || BIAS) {
+    if (warp < C::STEPS) {
 #pragma unroll
         for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
     }
@@ -136,7 +136,7 @@ DEVICE void prepare_segment(const DecodeParams &p, const SegmentData<C> &s, cons
         for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
         if (lane == 0) s.query_mean[row] = sum;
     }
-    if constexpr (BIAS) {
+    if constexpr (MODE != MODE_PLAIN) {
         const int steps = p.bias_steps;
         const uint4 *table = p.bias_table + static_cast<size_t>(to.head) * steps * 256;
         for (int i = threadIdx.x; i < steps * 256; i += C::THREADS) s.bias_table[i] = __ldg(table + i);
@@ -238,7 +238,7 @@ template <class C> struct Feeder {
     }
 };
 
-template <class C, bool BIAS>
+template <class C, int MODE>
 DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
                         const SegmentData<C> &data, const Control &ctl, const uint8_t *stages,
                         int first_row, int warp, int lane) {
@@ -253,7 +253,7 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
         feeder.ring.wait();
         const int i = item - base, kind = i < items.n_sink ? ITEM_SINK : ITEM_RECENT;
         const int unit = kind == ITEM_SINK ? items.sink_first + i : items.recent_first + i - items.n_sink;
-        attend_unit<C, BIAS>(rows, data, p, stages + feeder.ring.stage * C::STAGE, kind, 8 * unit, length,
+        attend_unit<C, MODE>(rows, data, p, stages + feeder.ring.stage * C::STAGE, kind, 8 * unit, length,
                              first_row, warp, lane);
         feeder.refill(p, ctl, warp, lane);
     }
@@ -264,7 +264,7 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     for (; item < to; item += C::WARPS, page += C::WARPS) {
         feeder.ring.wait();
         const bool masked = 64 * page < clear_first || 64 * page + 64 > clear_last;
-        attend_tile<C, BIAS>(rows, data, p, stages + feeder.ring.stage * C::STAGE, page, masked, length,
+        attend_tile<C, MODE>(rows, data, p, stages + feeder.ring.stage * C::STAGE, page, masked, length,
                              first_row, warp, lane);
         feeder.refill(p, ctl, warp, lane);
     }
@@ -287,14 +287,14 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
         finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
 }
 
-template <class C, bool BIAS> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {
+template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int area_size = area_bytes<C>(BIAS ? p.bias_steps : 0, DECODE_MAX_CTAS);
+    const int area_size = area_bytes<C>(MODE == MODE_PLAIN ? 0 : p.bias_steps, DECODE_MAX_CTAS);
     uint8_t *area = shared + ring_bytes<C>();
     uint8_t *barriers = area + area_size;
     Control &ctl = *reinterpret_cast<Control *>(barriers + C::WARPS * C::STAGES * 8);
     const uint8_t *stages = shared + warp * C::STAGES * C::STAGE;
-    const SegmentData<C> data = segment_data<C>(area, BIAS ? p.bias_steps : 0);
+    const SegmentData<C> data = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
 
     Feeder<C> feeder;
     feeder.ring.data = shared_address(stages);
@@ -302,7 +302,7 @@ template <class C, bool BIAS> DEVICE void decode(const DecodeParams &p, uint8_t 
     Target to;
     {
         const Share share = share_of(p, lane);
-        if (share.start >= share.end) return;
+        if (share.start >= share.end) return; /* fewer items than CTAs */
         Control mine;
         mine.start = share.start;
         mine.end = share.end;
@@ -322,12 +322,12 @@ template <class C, bool BIAS> DEVICE void decode(const DecodeParams &p, uint8_t 
         to = target_of<C>(p, share.place);
     }
     feeder.fill(p, 0, 1, lane);
-    prepare_segment<C, BIAS>(p, data, to, warp, lane, [&] { feeder.fill(p, 1, C::STAGES, lane); });
+    prepare_segment<C, MODE>(p, data, to, warp, lane, [&] { feeder.fill(p, 1, C::STAGES, lane); });
     if (feeder.n_items > 32) feeder.later = feeder.look_up(p, ctl, 32, warp, lane);
     Rows<C> rows;
     while (true) {
         start_rows<C>(rows, data, p.scale_log2, lane);
-        run_segment<C, BIAS>(p, feeder, rows, data, ctl, stages, to.first_row, warp, lane);
+        run_segment<C, MODE>(p, feeder, rows, data, ctl, stages, to.first_row, warp, lane);
         merge_segment<C>(p, rows, area, ctl, to, warp, lane);
         const int next = ctl.place.base + items_of(p, ctl.place.length).count();
         if (next >= ctl.end) break;
@@ -339,14 +339,14 @@ template <class C, bool BIAS> DEVICE void decode(const DecodeParams &p, uint8_t 
         }
         __syncthreads();
         to = target_of<C>(p, ctl.place);
-        prepare_segment<C, BIAS>(p, data, to, warp, lane, [] {});
+        prepare_segment<C, MODE>(p, data, to, warp, lane, [] {});
     }
 }
 
-template <class C, bool BIAS>
+template <class C, int MODE>
 __global__ void __launch_bounds__(C::THREADS, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    if constexpr (C::BULK == (HAVE_BULK_COPY != 0)) decode<C, BIAS>(p, shared);
+    if constexpr (C::BULK == (HAVE_BULK_COPY != 0)) decode<C, MODE>(p, shared);
 }
 
 #endif

@@ -5,13 +5,12 @@
 
 #define LOG2_E 1.4426950408889634
 
-static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, DecodePlan *plan) {
+static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
     const int bits = layer->bits_k > layer->bits_v ? layer->bits_k : layer->bits_v;
-    const bool bias = layer->bias_steps > 0;
-    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, bias, bits, layer->bias_steps)
-              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, bias, bits, layer->bias_steps)
-                                       : decode_plan_d256(plan, rows, layer->bulk, bias, bits, layer->bias_steps);
+    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, capped, bits, layer->bias_steps)
+              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, capped, bits, layer->bias_steps)
+                                       : decode_plan_d256(plan, rows, layer->bulk, capped, bits, layer->bias_steps);
     if (!ok || plan->shared_bytes > (size_t)layer->shared_max) return false;
     /* One CTA a multiprocessor; a whole number a segment when that leaves few idle, so that no CTA
      * has to merge twice. */
@@ -31,7 +30,7 @@ size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs,
     size_t most = 0;
     for (int tokens = 1; tokens <= n_q_tokens; tokens++) {
         DecodePlan plan;
-        if (!plan_decode(layer, n_seqs, tokens, &plan)) continue;
+        if (!plan_decode(layer, n_seqs, tokens, false, &plan)) continue;
         const size_t n_segments = (size_t)n_seqs * layer->n_kv_heads * plan.row_tiles;
         const size_t bytes = SUMS_BYTES + PARTIALS_BYTES + n_segments * sizeof(uint32_t);
         if (bytes > most) most = bytes;
@@ -70,7 +69,7 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
                               "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d", a->n_seqs,
                               a->n_q_tokens, OSCAR_CUDA_MAX_Q_TOKENS);
     DecodePlan plan;
-    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, &plan))
+    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, a->logit_softcap > 0, &plan))
         return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
                               "no kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
                               layer->head_dim, 8 * layer->bias_steps, layer->shared_max);

@@ -21,9 +21,10 @@ template <class C> DecodePlan plan_of(int rows, void (*kernel)(const DecodeParam
     return plan;
 }
 
-template <class C> bool plan_kernel(DecodePlan *plan, int rows, bool bias, int bias_steps) {
-    *plan = bias ? plan_of<C>(rows, decode_kernel<C, true>, bias_steps)
-                 : plan_of<C>(rows, decode_kernel<C, false>, 0);
+template <class C> bool plan_kernel(DecodePlan *plan, int rows, bool capped, int bias_steps) {
+    *plan = capped ? plan_of<C>(rows, decode_kernel<C, MODE_BIAS_CAP>, bias_steps)
+            : bias_steps ? plan_of<C>(rows, decode_kernel<C, MODE_BIAS>, bias_steps)
+                         : plan_of<C>(rows, decode_kernel<C, MODE_PLAIN>, 0);
     return true;
 }
 

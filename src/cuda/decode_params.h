@@ -60,10 +60,10 @@ typedef struct DecodePlan {
     void (*kernel)(const DecodeParams);
 } DecodePlan;
 
-/* bulk: the device has bulk copies (compute capability 9.0 and later). bias: tracked pairs exist.
+/* bulk: the device has bulk copies (compute capability 9.0 and later). capped: with a soft cap.
  * bits: the larger of the key's and the value's. Returns false when nothing fits. */
-bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
-bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
-bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool bias, int bits, int bias_steps);
+bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
+bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
+bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
 
 #endif

@@ -19,10 +19,12 @@
 #include "decode_work.cuh"
 #include "layout.h"
 
+/* What a kernel can do beyond the plain product: the key bias of tracked means; that and a soft cap. */
+enum Mode { MODE_PLAIN = 0, MODE_BIAS = 1, MODE_BIAS_CAP = 2 };
+
 template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int D = D_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int THREADS = 32 * WARPS;
-    static constexpr bool BULK = WARPS >= 8; /* made for devices with bulk copies */
     static constexpr int W = D / 64;     /* code words */
     static constexpr int G = D > 128 ? D / 128 : 1; /* groups */
     static constexpr int WORDS_A_GROUP = W / G;
@@ -33,6 +35,8 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int UNIT = 16 * D; /* bytes of 8 bf16 rows of one side */
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE;
+    static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
+    static constexpr int SIDE_BY_SIDE = TILES * G > 1 ? 2 : 4; /* sub-tiles whose products interleave */
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
 };
 
@@ -292,13 +296,13 @@ template <class C, int N> DEVICE void raise_maximum(Rows<C> &r, const float (&sc
 }
 
 /* cap tanh(x / cap) on raw scores. */
-template <class C> DEVICE float soft_cap(float raw, float scale, float cap) {
-    const float x = raw * scale / cap; /* log2 units cancel: cap is in log2 units too */
+DEVICE float soft_cap(float raw, float scale, float cap) {
+    const float x = __fdividef(raw * scale, cap); /* both are in log2 units */
     const float e = exp2_fast(-2.8853900817779268f * fabsf(x)); /* e^{-2|x|} */
     const float y = __fdividef(1.0f - e, 1.0f + e);
     /* For small x the difference above has lost its bits. */
     const float small = x - x * x * x * (1.0f / 3.0f);
-    return (fabsf(x) < 0.02f ? small : copysignf(y, x)) * cap / scale;
+    return __fdividef((fabsf(x) < 0.02f ? small : copysignf(y, x)) * cap, scale);
 }
 
 /* --- a tile of 64 quantised tokens ------------------------------------------------------------- */
@@ -323,29 +327,38 @@ template <int W> DEVICE void load_words(const uint8_t *sub_tile, int lane, uint3
     }
 }
 
-/* Scores of 16 tokens. bias: [TILES][4] of this sub-tile, or what stands for none. */
-template <class C, bool BIAS>
-DEVICE void score_sub_tile(const Rows<C> &r, const uint8_t *keys, const uint8_t *params, int lane,
-                           const float (&bias)[C::TILES][4], const float (&constant)[C::COLUMNS],
-                           float (&score)[2][C::COLUMNS]) {
-    float c[C::G][C::TILES][4];
+/* q.c of all 64 tokens: N sub-tiles side by side, since the products of one are a chain. */
+template <class C, int N>
+DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, int lane, float (&c)[N][C::G][C::TILES][4]) {
+    uint32_t words[N][2 * C::W];
 #pragma unroll
-    for (int k = 0; k < C::G; k++)
+    for (int n = 0; n < N; n++) {
+        load_words<C::W>(keys + n * 4 * C::D, lane, words[n]);
 #pragma unroll
-        for (int j = 0; j < C::TILES; j++) c[k][j][0] = c[k][j][1] = c[k][j][2] = c[k][j][3] = 0;
-    uint32_t words[2 * C::W];
-    load_words<C::W>(keys, lane, words);
+        for (int k = 0; k < C::G; k++)
 #pragma unroll
-    for (int w = 0; w < C::W; w++) {
-        const uint32_t a = words[w], b = words[C::W + w], ah = a >> 8, bh = b >> 8;
+            for (int j = 0; j < C::TILES; j++) c[n][k][j][0] = c[n][k][j][1] = c[n][k][j][2] = c[n][k][j][3] = 0;
+    }
+#pragma unroll
+    for (int w = 0; w < C::W; w++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int j = 0; j < C::TILES; j++)
-                mma_f16(c[w / C::WORDS_A_GROUP][j], a & CODE_MASK[i], b & CODE_MASK[i],
-                        ah & CODE_MASK[i], bh & CODE_MASK[i], r.q[j][4 * w + i][0],
-                        r.q[j][4 * w + i][1]);
-    }
+            for (int n = 0; n < N; n++) {
+                const uint32_t a = words[n][w], b = words[n][C::W + w], ah = a >> 8, bh = b >> 8;
+#pragma unroll
+                for (int j = 0; j < C::TILES; j++)
+                    mma_f16(c[n][w / C::WORDS_A_GROUP][j], a & CODE_MASK[i], b & CODE_MASK[i], ah & CODE_MASK[i],
+                            bh & CODE_MASK[i], r.q[j][4 * w + i][0], r.q[j][4 * w + i][1]);
+            }
+}
+
+/* Scores of 16 tokens from their products. bias: [TILES][4] of this sub-tile, or what stands for
+ * none. */
+template <class C, bool BIAS>
+DEVICE void score_sub_tile(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], const uint8_t *params, int lane,
+                           const float (&bias)[C::TILES][4], const float (&constant)[C::COLUMNS],
+                           float (&score)[2][C::COLUMNS]) {
 #pragma unroll
     for (int k = 0; k < C::G; k++) {
         const uint2 sm = *reinterpret_cast<const uint2 *>(params + 256 * k + 8 * (lane >> 2));
@@ -431,12 +444,12 @@ template <class C> DEVICE int column_token(const DecodeParams &p, int first_row,
     return min((first_row + 4 * i + (lane & 3)) / p.gqa, p.n_q_tokens - 1);
 }
 
-template <class C, bool BIAS>
+template <class C, int MODE>
 DEVICE void attend_tile(Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p,
                         const uint8_t *tile, int page, bool masked, int length, int first_row,
                         int warp, int lane) {
     float bias[4][C::TILES][4], constant[C::COLUMNS];
-    if constexpr (BIAS) {
+    if constexpr (MODE != MODE_PLAIN) {
         bias_page<C, 4>(s, p, page, 0, warp, lane, bias, constant);
 #pragma unroll
         for (int i = 0; i < C::COLUMNS; i++) constant[i] += r.q_const[i];
@@ -444,15 +457,24 @@ DEVICE void attend_tile(Rows<C> &r, const SegmentData<C> &s, const DecodeParams 
     float score[8][C::COLUMNS];
     const uint8_t *params = tile + 32 * C::D;
 #pragma unroll
-    for (int n = 0; n < 4; n++)
-        score_sub_tile<C, BIAS>(r, tile + n * 4 * C::D, params + 64 * n, lane, bias[n], constant,
-                                *reinterpret_cast<float(*)[2][C::COLUMNS]>(&score[2 * n]));
-    if (p.softcap_log2 > 0) {
+    for (int first = 0; first < 4; first += C::SIDE_BY_SIDE) {
+        float c[C::SIDE_BY_SIDE][C::G][C::TILES][4];
+        code_products<C, C::SIDE_BY_SIDE>(r, tile + first * 4 * C::D, lane, c);
 #pragma unroll
-        for (int n = 0; n < 8; n++)
+        for (int k = 0; k < C::SIDE_BY_SIDE; k++) {
+            const int n = first + k;
+            score_sub_tile<C, MODE != MODE_PLAIN>(r, c[k], params + 64 * n, lane, bias[n], constant,
+                                                  *reinterpret_cast<float(*)[2][C::COLUMNS]>(&score[2 * n]));
+        }
+    }
+    if constexpr (MODE == MODE_BIAS_CAP) {
+        if (p.softcap_log2 > 0) {
 #pragma unroll
-            for (int i = 0; i < C::COLUMNS; i++)
-                score[n][i] = soft_cap<C>(score[n][i], r.scale[i], p.softcap_log2);
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int i = 0; i < C::COLUMNS; i++)
+                    score[n][i] = soft_cap(score[n][i], r.scale[i], p.softcap_log2);
+        }
     }
     uint32_t keep = 0xff; /* bit n: token 8 n + g exists for some row */
     if (masked) {
@@ -558,7 +580,7 @@ DEVICE void value_unit(Rows<C> &r, const uint8_t *values, int lane, const float 
         }
 }
 
-template <class C, bool BIAS>
+template <class C, int MODE>
 DEVICE void attend_unit(Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p,
                         const uint8_t *unit, int kind, int position, int length, int first_row,
                         int warp, int lane) {
@@ -567,18 +589,18 @@ DEVICE void attend_unit(Rows<C> &r, const SegmentData<C> &s, const DecodeParams 
     score_unit<C>(s, unit, lane, c);
     float bias[1][C::TILES][4], constant[C::COLUMNS];
     const bool upper = position & 8;
-    if constexpr (BIAS)
+    if constexpr (MODE != MODE_PLAIN)
         bias_page<C, 1>(s, p, position >> 6, (position & 63) >> 4, warp, lane, bias, constant);
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;
         float x = (j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1]) * CODE_UNIT + r.q_const[i];
-        if constexpr (BIAS) {
+        if constexpr (MODE != MODE_PLAIN) {
             const float y0 = upper ? bias[0][j][2] : bias[0][j][0];
             const float y1 = upper ? bias[0][j][3] : bias[0][j][1];
             x += fmaf(j < C::FULL ? (i & 1 ? y1 : y0) : y0 + y1, CODE_UNIT, constant[i]);
         }
-        if (p.softcap_log2 > 0) x = soft_cap<C>(x, r.scale[i], p.softcap_log2);
+        if (MODE == MODE_BIAS_CAP && p.softcap_log2 > 0) x = soft_cap(x, r.scale[i], p.softcap_log2);
         const Span see = visible(p, kind, t_first + column_token<C>(p, first_row, i, lane));
         score[0][i] = position + g < see.first || position + g >= see.last ? MASKED : x;
     }

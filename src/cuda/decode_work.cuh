@@ -62,6 +62,9 @@ DEVICE void advance_to(const DecodeParams &p, int item, Place &at) {
     }
 }
 
+/* Every CTA that works has an item. */
+DEVICE uint32_t working_ctas(uint32_t total) { return min(gridDim.x, total); }
+
 /* Total number of items, and this CTA's share with the place of its first item. Every warp computes
  * it: that is cheaper than waiting for one. */
 struct Share {
@@ -89,8 +92,11 @@ DEVICE Share share_of(const DecodeParams &p, int lane) {
         total += __reduce_add_sync(FULL_WARP, n * parts);
     }
     s.total = total;
-    s.start = static_cast<int>(blockIdx.x * total / gridDim.x);
-    s.end = static_cast<int>((blockIdx.x + 1) * total / gridDim.x);
+    const uint32_t n_ctas = working_ctas(total);
+    s.start = s.end = 0;
+    if (blockIdx.x >= n_ctas) return s;
+    s.start = static_cast<int>(blockIdx.x * total / n_ctas);
+    s.end = static_cast<int>((blockIdx.x + 1) * total / n_ctas);
     uint32_t before = 0, chunk = first_total;
     int i = 0;
     while (static_cast<uint32_t>(s.start) >= before + chunk && i + 32 < p.n_seqs) {
@@ -120,10 +126,10 @@ DEVICE Share share_of(const DecodeParams &p, int lane) {
 
 /* Which CTA has an item, and where a CTA begins. */
 DEVICE int cta_of(uint32_t item, uint32_t total) {
-    return static_cast<int>(((item + 1) * gridDim.x - 1) / total);
+    return static_cast<int>(((item + 1) * working_ctas(total) - 1) / total);
 }
 DEVICE int start_of(uint32_t cta, uint32_t total) {
-    return static_cast<int>(cta * total / gridDim.x);
+    return static_cast<int>(cta * total / working_ctas(total));
 }
 
 /* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. */

@@ -103,7 +103,9 @@ static std::vector<float> decode(Device &device, size_t n) {
     return out;
 }
 
-/* Worst row by |out - expected| / |expected|, and all rows together. */
+/* |out - expected| / |expected| of the worst row and of all rows together. The second is what the
+ * tolerance is about (errors against the output's rms); one row may be three times that: a row of a
+ * sharp softmax has its queries' rounding to fp16 amplified. */
 static void errors_of(const Problem &p, const std::vector<float> &out, double *worst, double *all) {
     double error = 0, norm = 0;
     *worst = 0;
@@ -132,7 +134,7 @@ static void run_case(const char *name, Problem &p, double tolerance, bool loud) 
     double worst, all;
     errors_of(p, first, &worst, &all);
     const bool same = memcmp(first.data(), second.data(), first.size() * 4) == 0;
-    const bool good = worst <= tolerance && same;
+    const bool good = all <= tolerance && worst <= 3 * tolerance && same;
     n_cases++;
     n_failures += !good;
     if (!good || loud)
