@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # llama-perplexity, unmodified, on the exact float32 cache against its own: two sequences a batch,
-# within 0.1 %. Its own attention sums in half precision, so the two are not equal.
+# within 0.1 %. Its own attention sums in half precision, so the two are not equal; Gemma 3 270M
+# magnifies that (its own with and without flash attention: 15.21 and 15.27 over four chunks), so
+# its bound is 0.5 %. That each layer's attention is right is test_llama_models.c.
 # usage: check_llama_perplexity.sh BUILD_DIR [MODEL...]
 set -euo pipefail
 build=$(cd "$1" && pwd)
@@ -39,8 +41,10 @@ for name in "${@:-smollm2 gemma qwen}"; do
         grep -q '^oscar: exact f32 KV cache on ' "$work/log" || fail "$model: the cache was not held"
         ! grep -q oscar "$work/out" || fail "$model: wrote to stdout"
         echo "$model: own $own, exact f32 cache $ours"
-        awk -v a="$own" -v b="$ours" 'BEGIN { d = b / a - 1; exit !(a > 1 && d < .001 && d > -.001) }' ||
-            fail "$model: $ours, expected $own within 0.1 %"
+        bound=.001
+        [ "$model" != gemma ] || bound=.005
+        awk -v a="$own" -v b="$ours" -v m="$bound" 'BEGIN { d = b / a - 1; exit !(a > 1 && d < m && d > -m) }' ||
+            fail "$model: $ours, expected $own within a part of $bound"
     done
 done
 [ "$n" -gt 0 ] || { echo "no models in $models"; exit 77; }

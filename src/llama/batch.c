@@ -14,6 +14,7 @@
 void call_free(call_state *call) {
     free(call->positions);
     free(call->offsets);
+    free(call->chunk_offsets);
     free(call->seqs);
     free(call->new_tokens);
     free(call->done);
@@ -42,7 +43,9 @@ static bool make_room(oscar_llama *layer, int32_t n_seqs) {
     }
     if (call->n_tokens == call->capacity) {
         int32_t wanted = call->capacity ? 2 * call->capacity : 512;
-        if (!grow(&call->positions, (size_t)wanted) || !grow(&call->offsets, (size_t)wanted + 1)) return false;
+        if (!grow(&call->positions, (size_t)wanted) || !grow(&call->offsets, (size_t)wanted + 1) ||
+            !grow(&call->chunk_offsets, (size_t)wanted + 1))
+            return false;
         call->capacity = wanted;
     }
     if (call->n_seqs + n_seqs > call->seq_capacity) {

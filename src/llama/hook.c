@@ -83,8 +83,12 @@ static oscar_status fill_step(hook_layer *hook, struct ggml_tensor *node, oscar_
     int64_t size = (int64_t)ggml_type_size(k->type);
     s->n_tokens = (int32_t)q->ne[1];
     s->positions = call->positions + call->base;
-    s->seqs = call->single ? call->seqs + call->base : call->seqs;
-    s->seq_offsets = call->single ? NULL : call->offsets + call->base;
+    s->seqs = call->seqs + call->offsets[call->base];
+    if (!call->single) {
+        const int32_t *offsets = call->offsets + call->base;
+        for (int32_t i = 0; i <= s->n_tokens; i++) call->chunk_offsets[i] = offsets[i] - offsets[0];
+        s->seq_offsets = call->chunk_offsets;
+    }
     s->q = q->data;
     s->q_token_stride = (int64_t)q->nb[1] / 4;
     s->q_head_stride = (int64_t)q->nb[2] / 4;

@@ -47,6 +47,7 @@ typedef struct call_state {
     bool single;        /* one sequence a token */
     int32_t *positions; /* [n_tokens] */
     int32_t *offsets;   /* [n_tokens + 1] into seqs */
+    int32_t *chunk_offsets; /* [chunk + 1] the micro-batch's, from 0 */
     int32_t *seqs;      /* [n_seqs] */
     int32_t *new_tokens;  /* [n_seq_max] tokens that this call adds */
     int32_t base;       /* first token of the micro-batch in flight */
