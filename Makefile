@@ -44,11 +44,11 @@ check: deps-check
 	@scripts/check.sh $(CHECK_BUILD) -j $(JOBS)
 
 check-asan: deps-check
-	@scripts/build.sh $(ASAN_BUILD) -DOSCAR_WERROR=ON -DOSCAR_SANITIZE=ON
+	@scripts/build.sh $(ASAN_BUILD) -DOSCAR_WERROR=ON -DOSCAR_SANITIZE=ON -DOSCAR_CUDA=OFF
 	@UBSAN_OPTIONS=print_stacktrace=1 scripts/check.sh $(ASAN_BUILD) -j $(JOBS)
 
 check-tsan: deps-check
-	@OSCAR_CORE_ONLY=1 scripts/build.sh $(TSAN_BUILD) -DOSCAR_WERROR=ON -DOSCAR_TSAN=ON
+	@OSCAR_CORE_ONLY=1 scripts/build.sh $(TSAN_BUILD) -DOSCAR_WERROR=ON -DOSCAR_TSAN=ON -DOSCAR_CUDA=OFF
 	@TSAN_OPTIONS=halt_on_error=1 scripts/check.sh $(TSAN_BUILD) -j $(JOBS) -R '^test_'
 
 demo: deps

@@ -5,7 +5,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/common.sh"
 
-build=$1
+build=$(cd "$1" && pwd) # ctest takes relative paths from its own folder
 shift
 
 # Tests of the layer need a model. A machine without a network still runs the others; in CI a
