@@ -14,19 +14,16 @@
 static void run_node(struct ggml_tensor *node, int ith, int n_threads, void *user_data);
 
 /* A custom node's op_params are private to ggml: taken from one that it makes. */
-bool hook_init(hook_layer *hook, oscar_error *error) {
+oscar_status hook_init(hook_layer *hook, oscar_error *error) {
     struct ggml_init_params params = {4 * ggml_tensor_overhead(), NULL, true};
     struct ggml_context *ctx = ggml_init(params);
-    if (!ctx) {
-        error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for a custom node");
-        return false;
-    }
+    if (!ctx) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for a custom node");
     struct ggml_tensor *arg = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1);
     struct ggml_tensor *node =
         ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, &arg, 1, run_node, GGML_N_TASKS_MAX, hook);
     memcpy(hook->op_params, node->op_params, sizeof hook->op_params);
     ggml_free(ctx);
-    return true;
+    return OSCAR_OK;
 }
 
 static void fail(oscar_llama *layer, const oscar_error *error) {

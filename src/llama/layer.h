@@ -111,7 +111,7 @@ oscar_status probe_read_rope(const struct ggml_tensor *node, oscar_rope *rope, o
 
 /* hook.c */
 bool hook_callback(struct ggml_tensor *node, bool ask, void *layer);
-bool hook_init(hook_layer *hook, oscar_error *error);
+oscar_status hook_init(hook_layer *hook, oscar_error *error);
 
 /* batch.c: call_clear, call_add for every token, call_begin, the inner call, call_end. */
 void call_clear(oscar_llama *layer);

@@ -266,7 +266,8 @@ static oscar_status keep_layers(oscar_llama *layer, oscar_error *error) {
         layer->hooks[i].owner = layer;
         layer->hooks[i].index = i;
         layer->hooks[i].model_layer = n;
-        if (!hook_init(&layer->hooks[i], error)) return error ? error->status : OSCAR_ERROR_MEMORY;
+        oscar_status status = hook_init(&layer->hooks[i], error);
+        if (status) return status;
     }
     return OSCAR_OK;
 }
