@@ -150,7 +150,8 @@ int cmd_calibrate(int argc, char **argv) {
     if (args.n != 1) return cli_usage_error(&spec, "expected one MODEL, found %d", args.n);
     if (strcmp(o.recipe, "oscar") != 0 && strcmp(o.recipe, "zoo") != 0)
         return cli_usage_error(&spec, "--recipe is '%s', expected oscar or zoo", o.recipe);
-    if (o.tokens < 1) return cli_usage_error(&spec, "--tokens is 0, expected at least 1");
+    if (o.tokens < FIT_TOKENS_LEAST)
+        return cli_usage_error(&spec, "--tokens is %lld, expected at least %d", (long long)o.tokens, FIT_TOKENS_LEAST);
     if (o.context > 1 << 28) return cli_usage_error(&spec, "--context is %lld, expected at most %d", (long long)o.context, 1 << 28);
     if (o.pairs > OSCAR_MAX_HEAD_DIM / 2) return cli_usage_error(&spec, "--pairs is %lld, expected at most %d", (long long)o.pairs, OSCAR_MAX_HEAD_DIM / 2);
     if (o.bits_budget != 0 && (o.bits_budget < 2 || o.bits_budget > 4))

@@ -43,14 +43,14 @@ static void move_chunk(token_chunks *from, int32_t i, int32_t most, token_chunks
     from->token[--from->n_chunks] = NULL;
 }
 
-/* Takes the held-out chunks from a third and two thirds of the text; a short text gives the last
- * quarter of its first chunk. */
-static oscar_status split_text(fit_text *text, oscar_error *error) {
+/* Takes the held-out chunks from a third and two thirds of the text; a text that was too short for
+ * all chunks gives the last quarter of its first one. */
+static oscar_status split_text(fit_text *text, int32_t n_wanted, oscar_error *error) {
     token_chunks *fit = &text->fit, *held = &text->heldout;
     held->token = calloc(HELDOUT_CHUNKS, sizeof *held->token);
     held->length = calloc(HELDOUT_CHUNKS, sizeof *held->length);
     if (!held->token || !held->length) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for tokens");
-    if (fit->n_chunks > 2 * HELDOUT_CHUNKS) {
+    if (fit->n_chunks == n_wanted) {
         int32_t n = fit->n_chunks;
         move_chunk(fit, 2 * n / 3, FIT_HELDOUT_TOKENS, held);
         move_chunk(fit, n / 3, FIT_HELDOUT_TOKENS, held);
@@ -74,18 +74,19 @@ static oscar_status read_texts(struct llama_model *model, const fit_options *opt
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "the number of tokens is %lld, expected 1 to %lld",
                          (long long)options->n_tokens, (long long)MAX_CHUNKS * FIT_CHUNK_TOKENS);
     int32_t n_chunks = (int32_t)n_fit + HELDOUT_CHUNKS;
+    int32_t chunk_tokens = (int32_t)((options->n_tokens + n_fit - 1) / n_fit);
     oscar_status status;
     if (options->text_path) {
         text_file file;
         status = text_open(&file, options->text_path, error);
         if (status != OSCAR_OK) return status;
-        status = text_chunks_spread(llama_model_get_vocab(model), &file, n_chunks, FIT_CHUNK_TOKENS, &text->fit, error);
+        status = text_chunks_spread(llama_model_get_vocab(model), &file, n_chunks, chunk_tokens, &text->fit, error);
         text_close(&file);
     } else {
-        status = text_chunks_sampled(model, n_chunks, FIT_CHUNK_TOKENS, options->seed, options->n_threads,
+        status = text_chunks_sampled(model, n_chunks, chunk_tokens, options->seed, options->n_threads,
                                      options->progress, options->user, &text->fit, error);
     }
-    if (status == OSCAR_OK) status = split_text(text, error);
+    if (status == OSCAR_OK) status = split_text(text, n_chunks, error);
     if (status != OSCAR_OK) {
         fit_text_free(text);
         return status;
