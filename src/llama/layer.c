@@ -89,6 +89,11 @@ static void edit_params(oscar_llama *layer, struct llama_context_params *params)
     /* The inner cache holds one call's tokens, and the probe's. */
     params->n_ctx = GGML_PAD(params->n_batch, 256u);
     if (params->n_seq_max < 2) params->n_seq_max = 2; /* the window probe uses two sequences */
+    /* libllama reserves an output a sequence, and aborts when that is more than the limit. */
+    if (params->n_outputs_max && params->n_outputs_max < params->n_seq_max) {
+        if (!params->n_outputs_max_per_seq) params->n_outputs_max_per_seq = params->n_outputs_max;
+        params->n_outputs_max = params->n_seq_max;
+    }
     params->kv_unified = true;
     params->swa_full = true;
     params->flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
