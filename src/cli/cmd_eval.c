@@ -2,17 +2,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "cli/cli.h"
 #include "cli/phases.h"
 #include "eval/compare.h"
 #include "eval/fit_model.h"
+#include "eval/float_model.h"
 #include "eval/runner.h"
 #include "oscar/oscar.h"
 
 typedef struct eval_options {
     const char *rotations, *zoo, *text, *methods, *calibration_text;
     int64_t context, chunks, skip, sink, recent, calibration_tokens, threads;
+    const char *weights;
     bool json;
 } eval_options;
 
@@ -94,16 +97,34 @@ static json_t *report_json(const char *model, const eval_options *o, const eval_
     json_object_set_new(out, "skip", json_integer(o->skip));
     json_object_set_new(out, "sink", json_integer(o->sink));
     json_object_set_new(out, "recent", json_integer(o->recent));
+    json_object_set_new(out, "weights", json_string(o->weights));
     json_object_set_new(out, "scored", json_integer(r->n_scored));
     json_object_set_new(out, "methods", methods);
     return out;
+}
+
+/* The float32 copy of a model in the cache folder, made when it is not there or older. */
+static oscar_status float_copy(const char *model_path, char path[CLI_PATH_MAX], oscar_error *error) {
+    char folder[CLI_PATH_MAX];
+    const char *base = strrchr(model_path, '/');
+    base = base ? base + 1 : model_path;
+    if (cli_cache_folder(folder, "float") != CLI_CONTINUE || snprintf(path, CLI_PATH_MAX, "%s/%s", folder, base) >= CLI_PATH_MAX || cli_make_folders(path) != CLI_CONTINUE)
+        return error_set(error, OSCAR_ERROR_IO, -1, "no place for a float32 copy of %s", model_path);
+    struct stat ours, theirs;
+    if (stat(path, &ours) == 0 && stat(model_path, &theirs) == 0 && ours.st_mtime >= theirs.st_mtime) return OSCAR_OK;
+    oscar_status status = float_model_write(model_path, path, phases_show, error);
+    phases_end();
+    return status;
 }
 
 static oscar_status prepare(const eval_options *o, const char *model_path, const char *rotations_path, eval_inputs *in, oscar_error *error) {
     /* Small files first: a wrong one is told before the model is loaded. */
     oscar_status status = OSCAR_OK;
     if (rotations_path) status = oscar_rotations_load(&in->rotations, rotations_path, error);
-    if (status == OSCAR_OK) status = runner_load_model(&in->model, model_path, error);
+    char widened[CLI_PATH_MAX];
+    bool widen = strcmp(o->weights, "f32") == 0;
+    if (status == OSCAR_OK && widen) status = float_copy(model_path, widened, error);
+    if (status == OSCAR_OK) status = runner_load_model(&in->model, widen ? widened : model_path, error);
     if (status == OSCAR_OK) status = read_text(o, in, error);
     if (status == OSCAR_OK && needs(in, METHOD_ZOO)) status = find_zoo(o, in, error);
     return status;
@@ -132,6 +153,8 @@ static int evaluate(const eval_options *o, const char *model, const char *model_
 }
 
 static int check_numbers(const cli_spec *spec, const eval_options *o) {
+    if (strcmp(o->weights, "f32") != 0 && strcmp(o->weights, "as-is") != 0)
+        return cli_usage_error(spec, "--weights is %s, expected f32 or as-is", o->weights);
     if (o->context < 2 || o->context > 1 << 24) return cli_usage_error(spec, "--context is %lld, expected 2 to %d", (long long)o->context, 1 << 24);
     if (o->chunks < 1 || o->chunks > 1 << 16) return cli_usage_error(spec, "--chunks is %lld, expected 1 to %d", (long long)o->chunks, 1 << 16);
     if (o->skip > o->context - 2)
@@ -143,7 +166,7 @@ static int check_numbers(const cli_spec *spec, const eval_options *o) {
 }
 
 int cmd_eval(int argc, char **argv) {
-    eval_options o = {.methods = "int2", .context = 4096, .chunks = 8, .skip = 512, .sink = 64, .recent = 256};
+    eval_options o = {.methods = "int2", .weights = "f32", .context = 4096, .chunks = 8, .skip = 512, .sink = 64, .recent = 256};
     const cli_option options[] = {
         {"text", 0, CLI_STRING, &o.text, "FILE", "UTF-8 text; the first chunks x context tokens are used"},
         {"methods", 'm', CLI_STRING, &o.methods, "LIST", "comma-separated, see above (default int2)"},
@@ -156,6 +179,7 @@ int cmd_eval(int argc, char **argv) {
         {"skip", 0, CLI_INT, &o.skip, "N", "tokens not scored at the start of each (default 512)"},
         {"sink", 0, CLI_INT, &o.sink, "N", "first tokens kept in BF16 (default 64)"},
         {"recent", 0, CLI_INT, &o.recent, "N", "last tokens kept in BF16 (default 256)"},
+        {"weights", 0, CLI_STRING, &o.weights, "f32|as-is", "f32 (default): run a float32 copy of the model, made once\nin the cache folder. With quantised weights ggml rounds\nactivations to 8 bits, and the least change of the cache\nhas a KL of its own (method bf16 shows it); as-is: do so"},
         {"threads", 't', CLI_INT, &o.threads, "N", "threads (default: all cores)"},
         {"json", 0, CLI_FLAG, &o.json, NULL, "print JSON"},
     };
@@ -167,9 +191,10 @@ int cmd_eval(int argc, char **argv) {
         "and bits an element (history alone, and with the BF16 windows at this context).\n"
         "`ppl` gives perplexities alone.\n"
         "\n"
-        "Methods: exact (a second exact cache: KL 0), int2 (the rotation file), zoo (OSCAR as\n"
-        "published), quarot (Hadamard with OSCAR's clips), naive (min-max), kivi (keys per channel\n"
-        "over 128 tokens, values per token). Each may be followed by bits and windows:\n"
+        "Methods: exact (a second exact cache: KL 0), bf16 (BF16 rows, nothing quantised: the floor\n"
+        "that rounding in the engine sets), int2 (the rotation file), zoo (OSCAR as published),\n"
+        "quarot (Hadamard with OSCAR's clips), naive (min-max), kivi (keys per channel over 128\n"
+        "tokens, values per token). Each may be followed by bits and windows:\n"
         "int2:3, int2:k3, int2:k3v2, quarot:4, int2@4/64, zoo:3@0/0.",
         "  oscar eval kl smollm2-135m --text wiki.txt --methods int2,kivi,exact\n"
         "  oscar eval kl m.gguf --rotations r.safetensors --text wiki.txt --context 4096 --chunks 8 \\\n"

@@ -70,6 +70,7 @@ static oscar_status start_method(comparison *c, int32_t i, const oscar_layer *la
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "method %s needs a rotation file", method->name);
     options.sink = method->sink >= 0 ? method->sink : c->options->sink;
     options.recent = method->recent >= 0 ? method->recent : c->options->recent;
+    if (method->kind == METHOD_BF16) options.recent = c->context;
     options.bits_k = method->bits_k;
     options.bits_v = method->bits_v;
     options.baseline = method->kind == METHOD_KIVI ? OSCAR_LLAMA_BASELINE_KIVI : OSCAR_LLAMA_BASELINE_NONE;
@@ -176,6 +177,7 @@ static void count_bits(comparison *c, int32_t i) {
     /* A simulated baseline holds float32 rows: what it would take stands in history_bits. */
     bool simulated = c->options->methods[i].kind == METHOD_KIVI;
     result->bits_windows = (simulated ? stats.history_bits : history) + overlay;
+    if (c->options->methods[i].kind == METHOD_BF16) result->bits = result->bits_windows = 16; /* no query reads the codes */
 }
 
 static void finish(comparison *c, compare_report *report) {

@@ -20,7 +20,8 @@ typedef enum method_kind {
     METHOD_ZOO = 2,    /* the published OSCAR */
     METHOD_QUAROT = 3, /* Hadamard rotation, OSCAR's clips */
     METHOD_NAIVE = 4,  /* min-max without rotation */
-    METHOD_KIVI = 5    /* keys per channel over 128 tokens, values per token */
+    METHOD_KIVI = 5,   /* keys per channel over 128 tokens, values per token */
+    METHOD_BF16 = 6    /* BF16 rows for every token: the floor that the engine's rounding sets */
 } method_kind;
 
 /* NAME[:BITS][@SINK/RECENT]; BITS is N for both sides or kN, vN, kNvM. */

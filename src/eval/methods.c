@@ -16,6 +16,7 @@ static const struct {
 } known_methods[] = {
     {"exact", METHOD_EXACT},   {"int2", METHOD_INT2},   {"zoo", METHOD_ZOO},
     {"quarot", METHOD_QUAROT}, {"naive", METHOD_NAIVE}, {"kivi", METHOD_KIVI},
+    {"bf16", METHOD_BF16},
 };
 #define N_KNOWN ((int)(sizeof known_methods / sizeof *known_methods))
 
@@ -62,7 +63,7 @@ static oscar_status parse_method(const char *item, compare_method *method, oscar
     for (int i = 0; i < N_KNOWN; i++)
         if (strlen(known_methods[i].name) == length && strncmp(known_methods[i].name, item, length) == 0) found = i;
     if (found < 0)
-        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "unknown method '%.40s', expected exact, int2, zoo, quarot, naive or kivi", item);
+        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "unknown method '%.40s', expected exact, bf16, int2, zoo, quarot, naive or kivi", item);
     memset(method, 0, sizeof *method);
     snprintf(method->name, sizeof method->name, "%s", item);
     method->kind = known_methods[found].kind;
@@ -70,7 +71,7 @@ static oscar_status parse_method(const char *item, compare_method *method, oscar
     const char *at = item + length;
     if (*at == ':') {
         at++;
-        if (method->kind == METHOD_EXACT || !parse_bits(&at, method))
+        if (method->kind == METHOD_EXACT || method->kind == METHOD_BF16 || !parse_bits(&at, method))
             return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "method '%.40s': after ':' expected bits such as 3, k3, v4 or k3v2 (2 to 4)", item);
     }
     if (*at == '@') {
@@ -123,7 +124,7 @@ oscar_status method_rotations(const compare_method *method, const oscar_layer *l
     if (method->kind == METHOD_QUAROT) {
         status = oscar_rotations_hadamard(out, layers, n_layers, 2, error);
         if (status == OSCAR_OK) published_quantiser(*out, CLIP_K, CLIP_V);
-    } else if (method->kind == METHOD_NAIVE || method->kind == METHOD_KIVI) {
+    } else if (method->kind == METHOD_NAIVE || method->kind == METHOD_KIVI || method->kind == METHOD_BF16) {
         status = oscar_rotations_identity(out, layers, n_layers, 2, error);
         if (status == OSCAR_OK) published_quantiser(*out, 1, 1);
     }
