@@ -1,21 +1,13 @@
 /*
  * decode.cuh - the decode kernel: one CTA a multiprocessor, every warp with a ring of its own.
  *
- * A launch of a short context is latency: lengths, then page ids, then the first tiles, while the
- * queries are rotated under them; small loads would queue behind the flood of tiles.
+ * A launch of a short context is latency: lengths, then page ids, then the first tiles; the loads of
+ * the query's rotation go before the tiles, which would keep them waiting.
  */
 #ifndef OSCAR_CUDA_DECODE_CUH
 #define OSCAR_CUDA_DECODE_CUH
 
 #include "decode_merge.cuh"
-
-/* State of a CTA that all its warps read. */
-struct Control {
-    int start, end;
-    uint32_t total;
-    Place place;
-    int last_flag;
-};
 
 template <class C> DEVICE float q_value(const DecodeParams &p, uint32_t word, int half) {
     const uint32_t h = half ? word >> 16 : word & 0xffffu;
@@ -59,14 +51,15 @@ DEVICE void scale_query(const DecodeParams &p, RawQuery<C> &raw, float &scale) {
         w[k] = pack_half2(q_value<C>(p, w[k], 0) * scale, q_value<C>(p, w[k], 1) * scale);
 }
 
-/* Rotates the segment's queries into shared memory and gathers what the bias needs. `between` runs
- * after the first loads are on their way. */
+/* Rotates the segment's queries into shared memory and gathers what the bias needs. The first
+ * tiles are asked for (fill) when the rotation has been loaded: it would wait long behind them. */
 template <class C, int MODE, class F>
-DEVICE void prepare_segment(const DecodeParams &p, const SegmentData<C> &s, const Target &to, int warp,
-                            int lane, F between) {
+DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, int warp,
+                            int lane, F fill) {
     constexpr int ROW_TILES = (C::ROWS + 7) / 8, CHUNK = C::STEPS < 8 ? C::STEPS : 8;
     constexpr int TURNS = (C::STEPS + C::WARPS - 1) / C::WARPS;
     const int g = lane >> 2, t = lane & 3;
+    const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     RawQuery<C> raw[ROW_TILES];
     if (warp < C::STEPS) {
 #pragma unroll
@@ -86,11 +79,10 @@ DEVICE void prepare_segment(const DecodeParams &p, const SegmentData<C> &s, cons
                 uint4 high[CHUNK], low[CHUNK];
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++) {
-                    high[k] = load_uint4(u + ((m * C::STEPS + first + k) * 2) * 32);
-                    low[k] = load_uint4(u + ((m * C::STEPS + first + k) * 2 + 1) * 32);
+                    high[k] = load_kept(u + ((m * C::STEPS + first + k) * 2) * 32);
+                    low[k] = load_kept(u + ((m * C::STEPS + first + k) * 2 + 1) * 32);
                 }
                 if (turn == 0 && first == 0) {
-                    between();
 #pragma unroll
                     for (int j = 0; j < ROW_TILES; j++) scale_query<C>(p, raw[j], scale[j]);
                 }
@@ -106,22 +98,23 @@ DEVICE void prepare_segment(const DecodeParams &p, const SegmentData<C> &s, cons
             }
 #pragma unroll
             for (int j = 0; j < ROW_TILES; j++) {
-                float *q = s.query + (8 * j + 2 * t) * C::QUERY_STRIDE + 16 * m + g;
-                if (8 * j + 2 * t < C::ROWS) {
+                const int row = 8 * j + 2 * t;
+                float *q = s.query + row * C::QUERY_STRIDE + 16 * m + g;
+                if (row < C::ROWS) { /* rows are a multiple of four */
                     q[0] = c[j][0];
                     q[8] = c[j][2];
-                }
-                if (8 * j + 2 * t + 1 < C::ROWS) {
                     q[C::QUERY_STRIDE] = c[j][1];
                     q[C::QUERY_STRIDE + 8] = c[j][3];
+                    put_query<C>(s.fragments, m, g, row, c[j][0], c[j][2]);
+                    put_query<C>(s.fragments, m, g, row + 1, c[j][1], c[j][3]);
                 }
                 if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS)
                     s.query_scale[8 * j + g] = scale[j];
             }
-        } else if (turn == 0) {
-            between();
         }
     }
+    __syncthreads();
+    fill();
     /* q . mean, one row a warp, from the last warp on: it is the one without a rotation to do. */
 #pragma unroll 1
     for (int row = C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
@@ -177,7 +170,7 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps, int n_ctas) {
-    int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 32) * 4;
+    int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 32 + C::TILES * C::STEPS * 64) * 4;
     int merge = Merge<C>::BYTES;
     int finish = finish_bytes<C>(n_ctas);
     int most = segment > merge ? segment : merge;
@@ -187,6 +180,19 @@ template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps
     return ring_bytes<C>() + area_bytes<C>(bias_steps, n_ctas) + C::WARPS * C::STAGES * 8 + 128;
 }
 
+/* Source of the item `first + lane` of a warp. */
+template <class C>
+DEVICE uint32_t look_up(const DecodeParams &p, int start, int end, const Place &place, const Items &items,
+                        int first, int warp, int lane) {
+    const int item = start + warp + (first + lane) * C::WARPS;
+    if (item >= end) return 0u;
+    return item < place.base + items.count() ? source_in_segment(p, item, place, items)
+                                             : source_beyond(p, item, place);
+}
+template <class C> DEVICE uint32_t look_up_ahead(const DecodeParams &p, const Control &ctl, int first) {
+    return look_up<C>(p, ctl.start, ctl.end, ctl.place, ctl.items, first, threadIdx.x >> 5, threadIdx.x & 31);
+}
+
 /* Feeds a warp's ring: lane l knows the source of the warp's item l of the next 32. */
 template <class C> struct Feeder {
     Ring<C::STAGES, C::STAGE> ring;
@@ -194,36 +200,26 @@ template <class C> struct Feeder {
     int issued, n_items; /* of this warp in the whole launch */
 
     DEVICE void copy(const DecodeParams &p, int stage, uint32_t source, bool any, int lane) {
-        const bool overlay = source & OVERLAY_ITEM;
-        const size_t rows = static_cast<size_t>(source & ~OVERLAY_ITEM) * (8 * C::D);
-        const void *a = p.pages + static_cast<size_t>(source) * p.tile_bytes, *b = nullptr;
-        int a_bytes = p.tile_bytes, b_bytes = 0;
-        if (overlay) {
-            a = p.overlay_k + rows;
-            b = p.overlay_v + rows;
-            a_bytes = b_bytes = C::UNIT;
+        if (source & OVERLAY_ITEM) {
+            const size_t rows = static_cast<size_t>(source & ~OVERLAY_ITEM) * (8 * C::D);
+            ring.copy_two(stage, p.overlay_k + rows, p.overlay_v + rows, any ? C::UNIT : 0, lane);
+        } else {
+            ring.copy(stage, p.pages + static_cast<size_t>(source) * p.tile_bytes, any ? p.tile_bytes : 0, lane);
         }
-        if (!any) a_bytes = b_bytes = 0;
-        ring.copy(stage, a, a_bytes, b, b_bytes, lane, overlay || p.row_tiles > 1);
     }
 
-    DEVICE uint32_t look_up(const DecodeParams &p, const Control &ctl, int first, int warp, int lane) {
-        const int item = ctl.start + warp + (first + lane) * C::WARPS;
-        return item < ctl.end ? item_source(p, item, ctl.place) : 0u;
-    }
 
-    /* Fills stages [first, last) at the start. */
-    DEVICE void fill(const DecodeParams &p, int first, int last, int lane) {
+    /* Fills all stages at the start. */
+    DEVICE void fill(const DecodeParams &p, int lane) {
 #if HAVE_BULK_COPY
-        if (lane >= first && lane < last && lane < n_items) copy(p, lane, now, true, lane);
+        if (lane < C::STAGES && lane < n_items) copy(p, lane, now, true, lane);
 #else
-        for (int i = first; i < last; i++)
-            copy(p, i, __shfl_sync(FULL_WARP, now, i), i < n_items, lane);
+        for (int i = 0; i < C::STAGES; i++) copy(p, i, __shfl_sync(FULL_WARP, now, i), i < n_items, lane);
 #endif
     }
 
     /* The current stage has been read: fetch the next item into it. */
-    DEVICE void refill(const DecodeParams &p, const Control &ctl, int warp, int lane) {
+    DEVICE void refill(const DecodeParams &p, const Control &ctl, int lane) {
         __syncwarp();
         const uint32_t source = __shfl_sync(FULL_WARP, now, issued & 31);
 #if HAVE_BULK_COPY
@@ -233,49 +229,69 @@ template <class C> struct Feeder {
 #endif
         issued++;
         if ((issued & 31) == 0) now = later;
-        else if ((issued & 31) == 8 && issued > 32) later = look_up(p, ctl, (issued & ~31) + 32, warp, lane);
+        else if ((issued & 31) == 8 && issued > 32) 
+            later = look_up_ahead<C>(p, ctl, (issued & ~31) + 32);
         ring.next();
     }
 };
 
+/* Items of this warp in [first, last) of the launch. */
+template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int last) {
+    const int mine = ctl.start + static_cast<int>(threadIdx.x >> 5);
+    const int before = max(first - mine + C::WARPS - 1, 0) / C::WARPS;
+    return max(last - mine + C::WARPS - 1, 0) / C::WARPS - before;
+}
+
 template <class C, int MODE>
-DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
-                        const SegmentData<C> &data, const Control &ctl, const uint8_t *stages,
-                        int first_row, int warp, int lane) {
-    const Items items = items_of(p, ctl.place.length);
-    const int base = ctl.place.base, length = ctl.place.length;
-    const int from = max(ctl.start, base), to = min(ctl.end, base + items.count());
-    const int units_end = min(max(from, base + items.units()), to);
-    const int behind = from - ctl.start - warp;
-    int item = ctl.start + warp + (behind > 0 ? (behind + C::WARPS - 1) / C::WARPS * C::WARPS : 0);
+DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
+                      const uint8_t *stages, int n_units, int unit) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int first_row = p.row_tiles == 1 ? 0 : ctl.place.part % p.row_tiles * C::ROWS;
 #pragma unroll 1
-    for (; item < units_end; item += C::WARPS) {
+    for (; n_units > 0; n_units--, unit += C::WARPS) {
         feeder.ring.wait();
-        const int i = item - base, kind = i < items.n_sink ? ITEM_SINK : ITEM_RECENT;
-        const int unit = kind == ITEM_SINK ? items.sink_first + i : items.recent_first + i - items.n_sink;
-        attend_unit<C, MODE>(rows, data, p, stages + feeder.ring.stage * C::STAGE, kind, 8 * unit, length,
-                             first_row, warp, lane);
-        feeder.refill(p, ctl, warp, lane);
+        const bool sink = unit < ctl.items.n_sink;
+        const int row = sink ? ctl.items.sink_first + unit : ctl.items.recent_first + unit - ctl.items.n_sink;
+        attend_unit<C, MODE>(rows, area, p, stages + feeder.ring.stage * C::STAGE, sink ? ITEM_SINK : ITEM_RECENT,
+                             8 * row, ctl.place.length, first_row, warp, lane);
+        feeder.refill(p, ctl, lane);
     }
-    const int clear_first = visible(p, ITEM_TILE, length - 1).first;
-    const int clear_last = visible(p, ITEM_TILE, length - p.n_q_tokens).last;
-    int page = items.tile_first + item - base - items.units();
+}
+
+template <class C, int MODE>
+DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
+                        const uint8_t *stages) {
+    const int base = ctl.place.base, units = ctl.items.units();
+    const int from = max(ctl.start, base), to = min(ctl.end, base + ctl.items.count());
+    const int middle = min(max(from, base + units), to);
+    /* The first item of this warp in the segment, counted from the segment's first. */
+    const int first = ctl.start + static_cast<int>(threadIdx.x >> 5) +
+                      items_of_warp<C>(ctl, ctl.start, from) * C::WARPS - base;
+    const int n_units = items_of_warp<C>(ctl, from, middle);
+    if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first);
+    int n_tiles = items_of_warp<C>(ctl, middle, to);
+    int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
+    /* Pages that every row sees whole. */
+    const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
+    const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
 #pragma unroll 1
-    for (; item < to; item += C::WARPS, page += C::WARPS) {
+    for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
         feeder.ring.wait();
-        const bool masked = 64 * page < clear_first || 64 * page + 64 > clear_last;
-        attend_tile<C, MODE>(rows, data, p, stages + feeder.ring.stage * C::STAGE, page, masked, length,
-                             first_row, warp, lane);
-        feeder.refill(p, ctl, warp, lane);
+        attend_tile<C, MODE>(rows, area, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
+                             page < clear_first || page >= clear_last);
+        feeder.refill(p, ctl, threadIdx.x & 31);
     }
 }
 
 template <class C>
-DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, Control &ctl,
-                          const Target &to, int warp, int lane) {
-    const int base = ctl.place.base, end = base + items_of(p, ctl.place.length).count();
+DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, Control &ctl) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const Target to = target_of<C>(p, ctl.place);
+    const int base = ctl.place.base, end = base + ctl.items.count();
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
+    __syncthreads();
+    weigh_warps<C>(merge_tables<C>(area), warp, lane);
     __syncthreads();
     if (base >= ctl.start && end <= ctl.end) {
         finish_alone<C>(p, area, to);
@@ -294,52 +310,44 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     uint8_t *barriers = area + area_size;
     Control &ctl = *reinterpret_cast<Control *>(barriers + C::WARPS * C::STAGES * 8);
     const uint8_t *stages = shared + warp * C::STAGES * C::STAGE;
-    const SegmentData<C> data = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
 
     Feeder<C> feeder;
     feeder.ring.data = shared_address(stages);
     feeder.ring.barriers = shared_address(barriers) + warp * C::STAGES * 8;
-    Target to;
-    {
-        const Share share = share_of(p, lane);
-        if (share.start >= share.end) return; /* fewer items than CTAs */
-        Control mine;
-        mine.start = share.start;
-        mine.end = share.end;
-        mine.total = share.total;
-        mine.place = share.place;
-        if (threadIdx.x == 0) {
-            ctl.start = share.start;
-            ctl.end = share.end;
-            ctl.total = share.total;
-            ctl.place = share.place;
-        }
-        feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
-        feeder.issued = C::STAGES;
-        feeder.now = feeder.look_up(p, mine, 0, warp, lane);
-        feeder.later = 0;
-        feeder.ring.init(lane);
-        to = target_of<C>(p, share.place);
+    const Share share = share_of(p, lane);
+    if (share.start >= share.end) return; /* fewer items than CTAs */
+    const Items items = items_of(p, share.place.length);
+    if (threadIdx.x == 0) {
+        ctl.start = share.start;
+        ctl.end = share.end;
+        ctl.total = share.total;
+        ctl.place = share.place;
+        ctl.items = items;
     }
-    feeder.fill(p, 0, 1, lane);
-    prepare_segment<C, MODE>(p, data, to, warp, lane, [&] { feeder.fill(p, 1, C::STAGES, lane); });
-    if (feeder.n_items > 32) feeder.later = feeder.look_up(p, ctl, 32, warp, lane);
+    feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
+    feeder.issued = C::STAGES;
+    feeder.later = 0;
+    feeder.ring.init(lane);
+    feeder.now = look_up<C>(p, share.start, share.end, share.place, items, 0, warp, lane);
+    prepare_segment<C, MODE>(p, area, target_of<C>(p, share.place), warp, lane, [&] { feeder.fill(p, lane); });
+    if (feeder.n_items > 32)
+        feeder.later = look_up_ahead<C>(p, ctl, 32);
     Rows<C> rows;
     while (true) {
-        start_rows<C>(rows, data, p.scale_log2, lane);
-        run_segment<C, MODE>(p, feeder, rows, data, ctl, stages, to.first_row, warp, lane);
-        merge_segment<C>(p, rows, area, ctl, to, warp, lane);
-        const int next = ctl.place.base + items_of(p, ctl.place.length).count();
+        start_rows<C>(rows, segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps), p.scale_log2, lane);
+        run_segment<C, MODE>(p, feeder, rows, area, ctl, stages);
+        merge_segment<C>(p, rows, area, ctl);
+        const int next = ctl.place.base + ctl.items.count();
         if (next >= ctl.end) break;
         __syncthreads();
         if (threadIdx.x == 0) {
             Place place = ctl.place;
             advance_to(p, next, place);
             ctl.place = place;
+            ctl.items = items_of(p, place.length);
         }
         __syncthreads();
-        to = target_of<C>(p, ctl.place);
-        prepare_segment<C, MODE>(p, data, to, warp, lane, [] {});
+        prepare_segment<C, MODE>(p, area, target_of<C>(p, ctl.place), warp, lane, [] {});
     }
 }
 

@@ -15,7 +15,7 @@ template <class C> struct Merge {
     static constexpr int SLOT_FLOATS = FRAGMENTS * 4;
     static constexpr int STATS = 2 + C::G; /* maximum (log2), sum, offset sums */
     static constexpr int WARP_BYTES = FRAGMENTS * 16;
-    static constexpr int BYTES = C::WARPS * (WARP_BYTES + 16 * STATS * 4);
+    static constexpr int BYTES = C::WARPS * (WARP_BYTES + 16 * STATS * 4 + 64) + 16 * STATS * 4;
     static constexpr int FINISH_BYTES = 16 * C::D * 4; /* output rows; weights follow */
 };
 
@@ -23,44 +23,78 @@ template <class C> __host__ __device__ constexpr int finish_bytes(int n_ctas) {
     return Merge<C>::FINISH_BYTES + n_ctas * 16 * 4;
 }
 
-/* Sum over the warps of fragment e; log2 maxima and sums of its two rows (even and odd columns). */
-struct Partial {
-    float4 value;
-    float max0, max1, sum0, sum1;
+/* A row of this CTA: log2 maximum, sum, offset sums. */
+template <class C> struct RowTotal {
+    float max, sum, offset[C::G];
 };
 
-template <class C> DEVICE Partial sum_warps(const uint8_t *area, int e) {
+/* The tables behind the fragments: statistics of warps, their factors, totals of rows. */
+template <class C> struct MergeTables {
+    float *stats;        /* [WARPS, 16, STATS] */
+    float *factors;      /* [WARPS, 16] */
+    RowTotal<C> *totals; /* [16] */
+};
+template <class C> DEVICE MergeTables<C> merge_tables(uint8_t *area) {
     using M = Merge<C>;
-    const float4 *fragments = reinterpret_cast<const float4 *>(area);
-    const float *stats = reinterpret_cast<const float *>(area + C::WARPS * M::WARP_BYTES);
+    MergeTables<C> t;
+    t.stats = reinterpret_cast<float *>(area + C::WARPS * M::WARP_BYTES);
+    t.factors = t.stats + C::WARPS * 16 * M::STATS;
+    t.totals = reinterpret_cast<RowTotal<C> *>(t.factors + C::WARPS * 16);
+    return t;
+}
+
+/* Factors that bring the warps of a row to one maximum: a warp a row. */
+template <class C> DEVICE void weigh_warps(const MergeTables<C> &table, int warp, int lane) {
+    using M = Merge<C>;
+#pragma unroll 1
+    for (int row = warp; row < C::ROWS; row += C::WARPS) {
+        const float *a = table.stats + (min(lane, C::WARPS - 1) * 16 + row) * M::STATS;
+        float max = a[0];
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) max = fmaxf(max, __shfl_xor_sync(FULL_WARP, max, d));
+        const float factor = lane < C::WARPS ? exp2_fast(a[0] - max) : 0.0f;
+        if (lane < C::WARPS) table.factors[lane * 16 + row] = factor;
+        float v[1 + C::G];
+#pragma unroll
+        for (int k = 0; k < 1 + C::G; k++) {
+            v[k] = factor * a[1 + k];
+#pragma unroll
+            for (int d = 1; d < 32; d <<= 1) v[k] += __shfl_xor_sync(FULL_WARP, v[k], d);
+        }
+        if (lane == 0) {
+            table.totals[row].max = max;
+            table.totals[row].sum = v[0];
+#pragma unroll
+            for (int k = 0; k < C::G; k++) table.totals[row].offset[k] = v[1 + k];
+        }
+    }
+}
+
+/* Sum over the warps of fragment e. */
+template <class C> DEVICE float4 sum_warps(const MergeTables<C> &table, const uint8_t *area, int e) {
+    using M = Merge<C>;
+    const float4 *fragments = reinterpret_cast<const float4 *>(area) + e;
     const int j = e / (C::STEPS * 32), step = (e >> 5) % C::STEPS, t = e & 3;
     const bool full = j < C::FULL;
     const int row0 = 8 * j + t, row1 = full ? row0 + 4 : row0;
     const int group = (step >> 2) / C::WORDS_A_GROUP;
     const float unit = static_cast<float>(1 << (24 - 2 * (step & 3)));
-    Partial r = {make_float4(0, 0, 0, 0), NO_MAXIMUM, NO_MAXIMUM, 0, 0};
+    float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int w = 0; w < C::WARPS; w++) {
-        r.max0 = fmaxf(r.max0, stats[(w * 16 + row0) * M::STATS]);
-        r.max1 = fmaxf(r.max1, stats[(w * 16 + row1) * M::STATS]);
+        const float f0 = table.factors[w * 16 + row0], f1 = table.factors[w * 16 + row1];
+        const float4 v = fragments[w * M::FRAGMENTS];
+        sum.x = fmaf(f0, v.x, sum.x);
+        sum.y = fmaf(f1, v.y, sum.y);
+        sum.z = fmaf(f0, v.z, sum.z);
+        sum.w = fmaf(f1, v.w, sum.w);
     }
-#pragma unroll
-    for (int w = 0; w < C::WARPS; w++) {
-        const float *a = stats + (w * 16 + row0) * M::STATS, *b = stats + (w * 16 + row1) * M::STATS;
-        const float f0 = exp2_fast(a[0] - r.max0), f1 = exp2_fast(b[0] - r.max1);
-        r.sum0 = fmaf(f0, a[1], r.sum0);
-        r.sum1 = fmaf(f1, b[1], r.sum1);
-        float4 v = fragments[w * M::FRAGMENTS + e];
-        if (!full) { /* both columns are the same row: one of them takes the offsets */
-            v.x += v.y;
-            v.z += v.w;
-        }
-        r.value.x = fmaf(f0, fmaf(v.x, unit, a[2 + group]), r.value.x);
-        r.value.y = fmaf(f1, fmaf(v.y, unit, b[2 + group]), r.value.y);
-        r.value.z = fmaf(f0, fmaf(v.z, unit, a[2 + group]), r.value.z);
-        r.value.w = fmaf(f1, fmaf(v.w, unit, b[2 + group]), r.value.w);
+    if (!full) { /* both columns are the same row */
+        sum.x += sum.y;
+        sum.z += sum.w;
     }
-    return r;
+    const float m0 = table.totals[row0].offset[group], m1 = table.totals[row1].offset[group];
+    return make_float4(fmaf(sum.x, unit, m0), fmaf(sum.y, unit, m1), fmaf(sum.z, unit, m0), fmaf(sum.w, unit, m1));
 }
 
 template <class C> DEVICE void store_warp(Rows<C> &r, uint8_t *area, int warp, int lane) {
@@ -160,7 +194,7 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
     float *rows = reinterpret_cast<float *>(area);
     float *weights = rows + 16 * C::D; /* [n, 16] */
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    constexpr int BATCH = 8;
+    constexpr int BATCH = 16;
 #pragma unroll 1
     for (int e0 = 0; e0 < M::FRAGMENTS; e0 += C::THREADS) {
         const int e = e0 + threadIdx.x;
@@ -232,22 +266,22 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
 template <class C>
 __device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, Target to) {
     using M = Merge<C>;
+    const MergeTables<C> table = merge_tables<C>(area);
     constexpr int ROUNDS = (M::FRAGMENTS + C::THREADS - 1) / C::THREADS;
     float4 value[ROUNDS];
 #pragma unroll
     for (int k = 0; k < ROUNDS; k++) {
         const int e = threadIdx.x + k * C::THREADS;
         if (e >= M::FRAGMENTS) continue;
-        Partial part = sum_warps<C>(area, e);
-        const int j = e / (C::STEPS * 32), row0 = 8 * j + (e & 3);
-        const float n0 = row0 < to.n_rows ? normaliser(part.max0, part.sum0, p.sink_logits,
+        const float4 v = sum_warps<C>(table, area, e);
+        const int j = e / (C::STEPS * 32), row0 = 8 * j + (e & 3), row1 = j < C::FULL ? row0 + 4 : row0;
+        const float n0 = row0 < to.n_rows ? normaliser(table.totals[row0].max, table.totals[row0].sum, p.sink_logits,
                                                        to.head * p.gqa + (to.first_row + row0) % p.gqa)
                                           : 0.0f;
-        const float n1 = row0 + 4 < to.n_rows
-                             ? normaliser(part.max1, part.sum1, p.sink_logits,
-                                          to.head * p.gqa + (to.first_row + row0 + 4) % p.gqa)
-                             : 0.0f;
-        value[k] = make_float4(part.value.x * n0, part.value.y * n1, part.value.z * n0, part.value.w * n1);
+        const float n1 = row1 < to.n_rows ? normaliser(table.totals[row1].max, table.totals[row1].sum, p.sink_logits,
+                                                       to.head * p.gqa + (to.first_row + row1) % p.gqa)
+                                          : 0.0f;
+        value[k] = make_float4(v.x * n0, v.y * n1, v.z * n0, v.w * n1);
     }
     __syncthreads();
     float *rows = reinterpret_cast<float *>(area);
@@ -263,21 +297,17 @@ __device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, 
 /* This CTA's part of a shared segment to the workspace; slot 0 of a CTA is a segment that began
  * before it or with it. Returns true in the CTA that arrives last. */
 template <class C>
-DEVICE bool leave_partial(const DecodeParams &p, const uint8_t *area, int slot, int segment, int n,
+DEVICE bool leave_partial(const DecodeParams &p, uint8_t *area, int slot, int segment, int n,
                           int *last_flag) {
     using M = Merge<C>;
+    const MergeTables<C> table = merge_tables<C>(area);
+    const size_t s = 2 * blockIdx.x + slot;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < M::FRAGMENTS; e += C::THREADS) {
-        Partial part = sum_warps<C>(area, e);
-        const size_t s = 2 * blockIdx.x + slot;
-        __stcg(reinterpret_cast<float4 *>(p.partials + s * M::SLOT_FLOATS) + e, part.value);
-        const int j = e / (C::STEPS * 32), step = (e >> 5) % C::STEPS, row0 = 8 * j + (e & 3);
-        if (step == 0 && (e & 31) < 4) {
-            __stcg(p.partial_sums + s * 16 + row0, make_float2(part.max0, part.sum0));
-            if (j < C::FULL)
-                __stcg(p.partial_sums + s * 16 + row0 + 4, make_float2(part.max1, part.sum1));
-        }
-    }
+    for (int e = threadIdx.x; e < M::FRAGMENTS; e += C::THREADS)
+        __stcg(reinterpret_cast<float4 *>(p.partials + s * M::SLOT_FLOATS) + e, sum_warps<C>(table, area, e));
+    if (threadIdx.x < C::ROWS)
+        __stcg(p.partial_sums + s * 16 + threadIdx.x,
+               make_float2(table.totals[threadIdx.x].max, table.totals[threadIdx.x].sum));
     __syncthreads();
     if (threadIdx.x == 0) {
         const bool last = atomic_add_acq_rel(p.counters + segment, 1) == static_cast<uint32_t>(n - 1);

@@ -36,7 +36,7 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE;
     static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
-    static constexpr int SIDE_BY_SIDE = TILES * G > 1 ? 2 : 4; /* sub-tiles whose products interleave */
+    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS >= 16 ? 2 : 4; /* sub-tiles whose products interleave */
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
 };
 
@@ -48,7 +48,7 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
 #define RAISE_ABOVE 5.0f
 
 template <class C> struct Rows {
-    uint32_t q[C::TILES][C::STEPS][2];
+    uint32_t q[C::TILES][C::STEPS / 2][4]; /* B operands of two steps each */
     float scale[C::COLUMNS];         /* raw scores to log2 */
     float q_sum[C::COLUMNS][C::G];   /* sum of the query's channels, raw */
     float q_const[C::COLUMNS];       /* q . mean, raw */
@@ -60,6 +60,7 @@ template <class C> struct Rows {
 
 /* The part of shared memory that lives as long as a segment. */
 template <class C> struct SegmentData {
+    uint32_t *fragments; /* [TILES, STEPS / 2, 32, 4] rotated queries as B operands */
     float *query;       /* [ROWS, QUERY_STRIDE] rotated, times the row's scale */
     float *query_scale; /* [ROWS] a power of two */
     float *query_mean;  /* [ROWS] q . mean */
@@ -81,7 +82,8 @@ template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) 
     s.bias_nu = s.bias_query + steps * C::TILES * 32;
     s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_nu + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
-    s.query = reinterpret_cast<float *>(s.bias_phase + C::WARPS * steps * 4);
+    s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * steps * 4);
+    s.query = reinterpret_cast<float *>(s.fragments + C::TILES * C::STEPS * 64);
     s.query_scale = s.query + C::ROWS * C::QUERY_STRIDE;
     s.query_mean = s.query_scale + 16;
     return s;
@@ -92,51 +94,48 @@ template <class C> DEVICE int column_row(int j, int g) {
     return 8 * j + (g >> 1) + (j < C::FULL ? 4 * (g & 1) : 0);
 }
 
-/* Fragments of the rotated queries and all per-row constants; clears the accumulators. */
+/* Writes two channels of a rotated query row, 16 m + g and 16 m + 8 + g, to the fragments: they are
+ * the two halves of one register of lane (column, t), see layout.h. */
+template <class C>
+DEVICE void put_query(uint32_t *fragments, int m, int g, int row, float lower, float upper) {
+    constexpr int A_GROUP = C::WORDS_A_GROUP;
+    const int w = m / 8 * A_GROUP + m % 8 % A_GROUP, t = m % 8 / A_GROUP;
+    const int reg = 2 * (4 * w + (g & 3)) + (g >> 2), j = row >> 3, r = row & 7;
+    const bool half = j >= C::FULL;
+    const int column = half ? 2 * r : 2 * (r & 3) + (r >> 2);
+    const float down = __int_as_float((127 - 2 * (g & 3)) << 23);
+    const __half2 high = __floats2half2_rn(lower * down, upper * down);
+    uint32_t *to = fragments + ((j * (C::STEPS / 2) + reg / 4) * 32 + 4 * column + t) * 4 + reg % 4;
+    *to = half2_bits(high);
+    if (half) {
+        const float2 f = __half22float2(high);
+        to[16] = pack_half2(lower * down - f.x, upper * down - f.y);
+    }
+}
+
+/* Takes the query fragments and all per-row constants; clears the accumulators. */
 template <class C> DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2,
                                           int lane) {
-    const int g = lane >> 2, t = lane & 3;
+    const int t = lane & 3;
+    const uint32_t fragments = shared_address(s.fragments) + 16 * lane;
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
-        const bool half = j >= C::FULL, low_column = half && (g & 1);
-        const int row = column_row<C>(j, g);
-        const float *q = s.query + row * C::QUERY_STRIDE;
-        float sum[C::G];
 #pragma unroll
-        for (int k = 0; k < C::G; k++) sum[k] = 0;
-#pragma unroll
-        for (int w = 0; w < C::W; w++) {
-            const float *x = q + layout_key_channel(C::D, w, t, 0, 0);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float down = 1.0f / (1 << (2 * i)), up = 1 << (2 * i);
-                float v[4] = {x[i] * down, x[8 + i] * down, x[i + 4] * down, x[12 + i] * down};
-                __half2 a = __floats2half2_rn(v[0], v[1]), b = __floats2half2_rn(v[2], v[3]);
-                float2 fa = __half22float2(a), fb = __half22float2(b);
-                if (half) {
-                    __half2 la = __floats2half2_rn(v[0] - fa.x, v[1] - fa.y);
-                    __half2 lb = __floats2half2_rn(v[2] - fb.x, v[3] - fb.y);
-                    if (low_column) {
-                        a = la;
-                        b = lb;
-                        fa = __half22float2(a);
-                        fb = __half22float2(b);
-                    }
-                }
-                r.q[j][4 * w + i][0] = half2_bits(a);
-                r.q[j][4 * w + i][1] = half2_bits(b);
-                sum[w / C::WORDS_A_GROUP] += (fa.x + fa.y + fb.x + fb.y) * up;
-            }
-        }
+        for (int v = 0; v < C::STEPS / 2; v++) load_shared(r.q[j][v], fragments + (j * (C::STEPS / 2) + v) * 512);
+        /* Sums of what is in the fragments: a product with 4^i in place of the codes. */
 #pragma unroll
         for (int k = 0; k < C::G; k++) {
-            sum[k] += __shfl_xor_sync(FULL_WARP, sum[k], 1);
-            sum[k] += __shfl_xor_sync(FULL_WARP, sum[k], 2);
-            if (half) sum[k] += __shfl_xor_sync(FULL_WARP, sum[k], 4);
+            float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
-            for (int i = 2 * j; i < min(2 * j + 2, C::COLUMNS); i++)
-                r.q_sum[i][k] =
-                    __shfl_sync(FULL_WARP, sum[k], 4 * (2 * t + (i & 1))) * CODE_UNIT;
+            for (int m = 0; m < 4 * C::WORDS_A_GROUP; m++) {
+                const uint32_t one = pack_half2(1 << (2 * (m & 3)), 1 << (2 * (m & 3)));
+                const int step = 4 * C::WORDS_A_GROUP * k + m;
+                mma_f16(sum[m & 1], one, one, one, one, r.q[j][step / 2][2 * (step & 1)],
+                        r.q[j][step / 2][2 * (step & 1) + 1]);
+            }
+            const float s0 = (sum[0][0] + sum[1][0]) * CODE_UNIT, s1 = (sum[0][1] + sum[1][1]) * CODE_UNIT;
+            r.q_sum[2 * j][k] = j < C::FULL ? s0 : s0 + s1;
+            if (j < C::FULL) r.q_sum[(2 * j + 1) % C::COLUMNS][k] = s1;
         }
     }
 #pragma unroll
@@ -263,9 +262,11 @@ template <class C, int N> DEVICE void raise_maximum(Rows<C> &r, const float (&sc
     bool up = false;
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
-        top[i] = score[0][i];
+        float part[4];
 #pragma unroll
-        for (int n = 1; n < N; n++) top[i] = fmaxf(top[i], score[n][i]);
+        for (int n = 0; n < 4; n++)
+            part[n] = N == 8 ? fmaxf(score[n % N][i], score[(n + 4) % N][i]) : score[n % N][i];
+        top[i] = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
         up |= (top[i] - r.row_max[i]) * r.scale[i] > RAISE_ABOVE;
     }
     if (!__any_sync(FULL_WARP, up)) return;
@@ -307,7 +308,14 @@ DEVICE float soft_cap(float raw, float scale, float cap) {
 
 /* --- a tile of 64 quantised tokens ------------------------------------------------------------- */
 
-__device__ constexpr uint32_t CODE_MASK[4] = {0x00030003u, 0x000c000cu, 0x00300030u, 0x00c000c0u};
+/* Codes i and i + 4 of two words. */
+DEVICE void code_fragment(uint32_t (&a)[4], uint32_t x, uint32_t y, int i) {
+    const uint32_t mask = 0x00030003u << (2 * i);
+    a[0] = x & mask;
+    a[1] = x >> 8 & mask;
+    a[2] = y & mask;
+    a[3] = y >> 8 & mask;
+}
 
 /* The 2 W words of this lane in a sub-tile. */
 template <int W> DEVICE void load_words(const uint8_t *sub_tile, int lane, uint32_t (&w)[2 * W]) {
@@ -327,7 +335,7 @@ template <int W> DEVICE void load_words(const uint8_t *sub_tile, int lane, uint3
     }
 }
 
-/* q.c of all 64 tokens: N sub-tiles side by side, since the products of one are a chain. */
+/* q.c of N sub-tiles side by side, since the products of one are a chain. */
 template <class C, int N>
 DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, int lane, float (&c)[N][C::G][C::TILES][4]) {
     uint32_t words[N][2 * C::W];
@@ -340,17 +348,17 @@ DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, int lane, float
             for (int j = 0; j < C::TILES; j++) c[n][k][j][0] = c[n][k][j][1] = c[n][k][j][2] = c[n][k][j][3] = 0;
     }
 #pragma unroll
-    for (int w = 0; w < C::W; w++)
+    for (int s = 0; s < C::STEPS; s++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int n = 0; n < N; n++) {
+            uint32_t a[4];
+            code_fragment(a, words[n][s / 4], words[n][C::W + s / 4], s & 3);
 #pragma unroll
-            for (int n = 0; n < N; n++) {
-                const uint32_t a = words[n][w], b = words[n][C::W + w], ah = a >> 8, bh = b >> 8;
-#pragma unroll
-                for (int j = 0; j < C::TILES; j++)
-                    mma_f16(c[n][w / C::WORDS_A_GROUP][j], a & CODE_MASK[i], b & CODE_MASK[i], ah & CODE_MASK[i],
-                            bh & CODE_MASK[i], r.q[j][4 * w + i][0], r.q[j][4 * w + i][1]);
+            for (int j = 0; j < C::TILES; j++) {
+                const uint32_t *b = &r.q[j][s / 2][2 * (s & 1)];
+                mma_f16(c[n][s / 4 / C::WORDS_A_GROUP][j], a[0], a[2], a[1], a[3], b[0], b[1]);
             }
+        }
 }
 
 /* Scores of 16 tokens from their products. bias: [TILES][4] of this sub-tile, or what stands for
@@ -427,15 +435,14 @@ DEVICE void value_sub_tile(Rows<C> &r, const uint8_t *values, const uint8_t *par
     uint32_t words[2 * C::W];
     load_words<C::W>(values, lane, words);
 #pragma unroll
-    for (int w = 0; w < C::W; w++) {
-        const uint32_t x = words[w], y = words[C::W + w], xh = x >> 8, yh = y >> 8;
-        const int k = w / C::WORDS_A_GROUP;
+    for (int s = 0; s < C::STEPS; s++) {
+        uint32_t a[4];
+        code_fragment(a, words[s / 4], words[C::W + s / 4], s & 3);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int j = 0; j < C::TILES; j++)
-                mma_f16(r.acc[j][4 * w + i], x & CODE_MASK[i], xh & CODE_MASK[i], y & CODE_MASK[i],
-                        yh & CODE_MASK[i], b[k][j][0], b[k][j][1]);
+        for (int j = 0; j < C::TILES; j++) {
+            const int k = s / 4 / C::WORDS_A_GROUP;
+            mma_f16(r.acc[j][s], a[0], a[1], a[2], a[3], b[k][j][0], b[k][j][1]);
+        }
     }
 }
 
@@ -445,11 +452,12 @@ template <class C> DEVICE int column_token(const DecodeParams &p, int first_row,
 }
 
 template <class C, int MODE>
-DEVICE void attend_tile(Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p,
-                        const uint8_t *tile, int page, bool masked, int length, int first_row,
-                        int warp, int lane) {
+DEVICE void attend_tile(Rows<C> &r, uint8_t *area, const DecodeParams &p,
+                        const Control &ctl, const uint8_t *tile, int page, bool masked) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float bias[4][C::TILES][4], constant[C::COLUMNS];
     if constexpr (MODE != MODE_PLAIN) {
+        const SegmentData<C> s = segment_data<C>(area, p.bias_steps);
         bias_page<C, 4>(s, p, page, 0, warp, lane, bias, constant);
 #pragma unroll
         for (int i = 0; i < C::COLUMNS; i++) constant[i] += r.q_const[i];
@@ -478,7 +486,8 @@ DEVICE void attend_tile(Rows<C> &r, const SegmentData<C> &s, const DecodeParams 
     }
     uint32_t keep = 0xff; /* bit n: token 8 n + g exists for some row */
     if (masked) {
-        const int t_first = length - p.n_q_tokens, position = 64 * page + (lane >> 2);
+        const int length = ctl.place.length, t_first = length - p.n_q_tokens, position = 64 * page + (lane >> 2);
+        const int first_row = p.row_tiles == 1 ? 0 : ctl.place.part % p.row_tiles * C::ROWS;
         const Span last = visible(p, ITEM_TILE, length - 1);
 #pragma unroll
         for (int n = 0; n < 8; n++)
@@ -581,10 +590,11 @@ DEVICE void value_unit(Rows<C> &r, const uint8_t *values, int lane, const float 
 }
 
 template <class C, int MODE>
-DEVICE void attend_unit(Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p,
+DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
                         const uint8_t *unit, int kind, int position, int length, int first_row,
                         int warp, int lane) {
     const int g = lane >> 2, t = lane & 3, t_first = length - p.n_q_tokens;
+    const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     float c[C::TILES][4], score[1][C::COLUMNS];
     score_unit<C>(s, unit, lane, c);
     float bias[1][C::TILES][4], constant[C::COLUMNS];

@@ -124,6 +124,15 @@ DEVICE Share share_of(const DecodeParams &p, int lane) {
     return s;
 }
 
+/* State of a CTA that all its warps read. */
+struct Control {
+    int start, end;
+    uint32_t total;
+    Place place;
+    Items items; /* of the place's segment */
+    int last_flag;
+};
+
 /* Which CTA has an item, and where a CTA begins. */
 DEVICE int cta_of(uint32_t item, uint32_t total) {
     return static_cast<int>(((item + 1) * working_ctas(total) - 1) / total);
@@ -132,22 +141,27 @@ DEVICE int start_of(uint32_t cta, uint32_t total) {
     return static_cast<int>(cta * total / working_ctas(total));
 }
 
-/* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. */
+/* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. r: the items
+ * of the segment that `at` names, which has the item. */
 #define OVERLAY_ITEM 0x80000000u
-DEVICE uint32_t item_source(const DecodeParams &p, int item, Place at) {
-    advance_to(p, item, at);
-    const Items r = items_of(p, at.length);
+DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &at, const Items &r) {
     const int head = p.row_tiles == 1 ? at.part : at.part / p.row_tiles;
-    int i = item - at.base;
-    if (i < r.units()) {
+    const int i = item - at.base - r.units();
+    if (i < 0) {
         const int slot = p.slots ? load_int(p.slots + at.seq) : at.seq;
-        const int row8 = i < r.n_sink ? r.sink_first + i
-                                      : (p.sink8 >> 3) + (r.recent_first + i - r.n_sink) % (p.ring >> 3);
+        const int unit = i + r.units();
+        const int row8 = unit < r.n_sink
+                             ? r.sink_first + unit
+                             : (p.sink8 >> 3) + (r.recent_first + unit - r.n_sink) % (p.ring >> 3);
         return OVERLAY_ITEM | ((slot * p.n_kv_heads + head) * ((p.sink8 + p.ring) >> 3) + row8);
     }
-    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride +
-                              r.tile_first + i - r.units());
+    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride + r.tile_first + i);
     return static_cast<uint32_t>(page) * p.n_kv_heads + head;
+}
+
+DEVICE uint32_t source_beyond(const DecodeParams &p, int item, Place at) {
+    advance_to(p, item, at);
+    return source_in_segment(p, item, at, items_of(p, at.length));
 }
 
 /* Positions that the query at t sees of one kind of item: [first, last). */

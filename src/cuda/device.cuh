@@ -90,6 +90,24 @@ DEVICE uint4 load_uint4(const void *p) {
     return r;
 }
 
+/* What every step reads again: it stays in the cache when tiles flow through. */
+DEVICE uint4 load_kept(const void *p) {
+    uint4 r;
+    asm volatile("{\n\t.reg .b64 policy;\n\t"
+                 "createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n\t"
+                 "ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], policy;\n\t}"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(p));
+    return r;
+}
+
+/* 16 bytes of shared memory, not kept in registers from an earlier load. */
+DEVICE void load_shared(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
 DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v) {
     uint32_t old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -99,8 +117,7 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v) {
     return old;
 }
 
-/* A warp's ring of stages in shared memory. One copy is at most two pieces (overlay keys and
- * values). */
+/* A warp's ring of stages in shared memory. */
 template <int STAGES, int STAGE_BYTES> struct Ring {
     uint32_t data;     /* shared address of this warp's stages */
     uint32_t barriers; /* shared address of this warp's barriers, 8 bytes each */
@@ -120,43 +137,53 @@ template <int STAGES, int STAGE_BYTES> struct Ring {
 #endif
     }
 
-    /* Bulk: called by one lane. Otherwise by the whole warp, and also without data (bytes 0), so
-     * that copies can be counted. */
-    DEVICE void copy(int to, const void *a, int a_bytes, const void *b, int b_bytes, int lane,
-                     bool keep) {
-        uint32_t destination = data + to * STAGE_BYTES;
+    /* Copies that one lane starts, or, without bulk copies, the whole warp: then also without data
+     * (bytes 0), so that copies can be counted. Tiles are read once: they go first from the cache. */
+    DEVICE void copy(int to, const void *from, int bytes, int lane) {
+        const uint32_t destination = data + to * STAGE_BYTES;
 #if HAVE_BULK_COPY
-        uint32_t barrier = barriers + 8 * to;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(a_bytes + b_bytes)
+        const uint32_t barrier = barriers + 8 * to;
+        uint64_t policy;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                      : "memory");
-        if (keep) {
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                         "[%0], [%1], %2, [%3];" ::"r"(destination),
-                         "l"(a), "r"(a_bytes), "r"(barrier)
-                         : "memory");
-        } else {
-            uint64_t policy;
-            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                         ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
-                         "l"(a), "r"(a_bytes), "r"(barrier), "l"(policy)
-                         : "memory");
-        }
-        if (b_bytes)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                         "[%0], [%1], %2, [%3];" ::"r"(destination + a_bytes),
-                         "l"(b), "r"(b_bytes), "r"(barrier)
-                         : "memory");
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                     ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+                     "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                     : "memory");
 #else
-        for (int i = 16 * lane; i < a_bytes; i += 512)
+        for (int i = 16 * lane; i < bytes; i += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + i),
+                         "l"(static_cast<const uint8_t *>(from) + i)
+                         : "memory");
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    }
+
+    /* Two pieces of the same length, one after the other. */
+    DEVICE void copy_two(int to, const void *a, const void *b, int bytes, int lane) {
+        const uint32_t destination = data + to * STAGE_BYTES;
+#if HAVE_BULK_COPY
+        const uint32_t barrier = barriers + 8 * to;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(2 * bytes)
+                     : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1], %2, [%3];" ::"r"(destination),
+                     "l"(a), "r"(bytes), "r"(barrier)
+                     : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1], %2, [%3];" ::"r"(destination + bytes),
+                     "l"(b), "r"(bytes), "r"(barrier)
+                     : "memory");
+#else
+        for (int i = 16 * lane; i < bytes; i += 512) {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + i),
                          "l"(static_cast<const uint8_t *>(a) + i)
                          : "memory");
-        for (int i = 16 * lane; i < b_bytes; i += 512)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + a_bytes + i),
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + bytes + i),
                          "l"(static_cast<const uint8_t *>(b) + i)
                          : "memory");
+        }
         asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
     }
