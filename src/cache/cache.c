@@ -348,11 +348,14 @@ static oscar_status make_pools(oscar_cache *cache, size_t history_bytes, size_t 
                                oscar_error *error) {
     const oscar_cache_options *o = &cache->options;
     int64_t per_seq = pages_for(o->sink) + pages_for(o->recent + o->lookahead) + 2;
-    int64_t n_overlay = per_seq * o->n_seqs_max + pages_for(o->n_chunk_max) + 1;
-    int64_t most = (int64_t)cache->max_pages + o->n_seqs_max;
+    int64_t chunk = pages_for(o->n_chunk_max) + 1, most = (int64_t)cache->max_pages + o->n_seqs_max;
+    /* A chunk whose tokens belong to every sequence at once takes pages in each of them. That is
+     * rare, and address space costs nothing until it is touched, so only one chunk counts as memory. */
+    int64_t n_overlay = (per_seq + chunk) * o->n_seqs_max, usual = per_seq * o->n_seqs_max + chunk;
     if (n_overlay > most) n_overlay = most;
-    if (!cache->has_overlay) n_overlay = 0;
-    double wanted = (double)cache->max_pages * (double)history_bytes + (double)n_overlay * (double)overlay_bytes;
+    if (usual > most) usual = most;
+    if (!cache->has_overlay) n_overlay = usual = 0;
+    double wanted = (double)cache->max_pages * (double)history_bytes + (double)usual * (double)overlay_bytes;
     double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (wanted > memory)
         return error_set(error, OSCAR_ERROR_MEMORY, -1,
