@@ -92,6 +92,31 @@ OSCAR_API void oscar_llama_memory_seq_keep(oscar_llama *layer, llama_seq_id seq)
 OSCAR_API llama_pos oscar_llama_memory_seq_pos_min(const oscar_llama *layer, llama_seq_id seq);
 OSCAR_API llama_pos oscar_llama_memory_seq_pos_max(const oscar_llama *layer, llama_seq_id seq);
 
+/* In place of llama_state_seq_*(): a sequence as bytes (oscar_seq_save()) and back. The size is
+ * never 0 for a sequence that exists, an empty one included; 0 says that the call failed, with the
+ * reason in oscar_llama_last_error(). What is refused (cut, changed, of another model, rotations or
+ * windows, no room) leaves the cache as it was. set_data returns the bytes read. Restoring into a
+ * context that has computed nothing yet probes the model and makes the cache first. */
+OSCAR_API size_t oscar_llama_state_seq_get_size(oscar_llama *layer, llama_seq_id seq);
+OSCAR_API size_t oscar_llama_state_seq_get_data(oscar_llama *layer, uint8_t *dst, size_t size, llama_seq_id seq);
+OSCAR_API size_t oscar_llama_state_seq_set_data(oscar_llama *layer, const uint8_t *src, size_t size,
+                                                llama_seq_id seq);
+/* The same in a file of llama.cpp's form (magic, version, tokens, state) with a checksum at its end,
+ * written under another name, synced and renamed. Both return the bytes of the file, 0 on failure.
+ * tokens NULL in load: only *n_tokens is filled and nothing is restored. */
+OSCAR_API size_t oscar_llama_state_seq_save_file(oscar_llama *layer, const char *path, llama_seq_id seq,
+                                                 const llama_token *tokens, size_t n_tokens);
+OSCAR_API size_t oscar_llama_state_seq_load_file(oscar_llama *layer, const char *path, llama_seq_id seq,
+                                                 llama_token *tokens, size_t capacity, size_t *n_tokens);
+/* In place of llama_state_*(): all sequences. Restoring empties those that were empty when saved. */
+OSCAR_API size_t oscar_llama_state_get_size(oscar_llama *layer);
+OSCAR_API size_t oscar_llama_state_get_data(oscar_llama *layer, uint8_t *dst, size_t size);
+OSCAR_API size_t oscar_llama_state_set_data(oscar_llama *layer, const uint8_t *src, size_t size);
+OSCAR_API bool oscar_llama_state_save_file(oscar_llama *layer, const char *path, const llama_token *tokens,
+                                           size_t n_tokens);
+OSCAR_API bool oscar_llama_state_load_file(oscar_llama *layer, const char *path, llama_token *tokens,
+                                           size_t capacity, size_t *n_tokens);
+
 /* The cache under the layer (owned by it); NULL before the first decode. */
 OSCAR_API oscar_cache *oscar_llama_cache(oscar_llama *layer);
 /* What the layer found in the model's graph; valid after the first decode. *n_layers receives the

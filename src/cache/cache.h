@@ -161,6 +161,11 @@ struct oscar_cache {
 oscar_status cache_create_kivi(oscar_cache **out, const oscar_cache_options *options,
                                int32_t group_tokens, oscar_error *error);
 
+/* Whether `data` is a whole saved sequence of this cache's model, fit and windows, as
+ * oscar_seq_restore() wants it; its tokens and bytes. */
+oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_t bytes, int64_t *n_tokens, size_t *used,
+                               oscar_error *error);
+
 /* Fills geometry_hash and fit_hash. */
 void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options);
 

@@ -248,6 +248,16 @@ static oscar_status check_saved(const oscar_cache *cache, const void *data, size
     return OSCAR_OK;
 }
 
+oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_t bytes, int64_t *n_tokens, size_t *used,
+                               oscar_error *error) {
+    saved_header h;
+    oscar_status status = check_saved(cache, data, bytes, &h, error);
+    if (status) return status;
+    *n_tokens = h.n_tokens;
+    *used = h.bytes;
+    return OSCAR_OK;
+}
+
 /* Pages that clearing the sequence would give back. */
 static int32_t own_pages(const page_pool *pool, const int32_t *table, int32_t n) {
     int32_t own = 0;

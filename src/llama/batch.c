@@ -130,7 +130,7 @@ static int32_t refuse(oscar_llama *layer, int32_t result) {
     return result;
 }
 
-static bool find_layers(oscar_llama *layer) {
+bool call_find_layers(oscar_llama *layer) {
     if (layer->cache) return true;
     if (layer->refused) return false;
     oscar_status status = probe_run(layer, &layer->error);
@@ -146,7 +146,7 @@ int32_t call_begin(oscar_llama *layer) {
         error_set(&layer->error, OSCAR_ERROR_UNSUPPORTED, -1, "non-causal attention is not supported");
         return refuse(layer, -2);
     }
-    if (!find_layers(layer)) return refuse(layer, -2);
+    if (!call_find_layers(layer)) return refuse(layer, -2);
     if (check_positions(layer, &layer->error)) return refuse(layer, -1);
     if (!reserve(layer)) return 1;
     inner.memory_clear(layer->memory, false);

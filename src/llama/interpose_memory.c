@@ -65,22 +65,19 @@ EXPORT bool llama_memory_can_shift(llama_memory_t memory) {
 }
 
 /* --- state: libllama's plain forms call its _ext forms, which may be these or inlined ones, so all
- * are wrapped and agree. */
-
-#define REFUSED(name, ctx, call)                                                                   \
-    oscar_llama *layer = layer_of_context(ctx);                                                    \
-    if (layer) return state_refuse(layer, #name);                                                  \
-    return call
+ * are wrapped and agree. Flags change nothing: a partial state is the whole one (state.c), and there
+ * is no device memory to keep it in. */
 
 EXPORT size_t llama_state_get_size(struct llama_context *ctx) {
     oscar_llama *layer = layer_of_context(ctx);
-    return layer ? state_size(layer) : REAL(llama_state_get_size)(ctx);
+    return layer ? oscar_llama_state_get_size(layer) : REAL(llama_state_get_size)(ctx);
 }
 
 EXPORT size_t llama_get_state_size(struct llama_context *ctx) { return llama_state_get_size(ctx); }
 
 EXPORT size_t llama_state_get_data(struct llama_context *ctx, uint8_t *data, size_t size) {
-    REFUSED(llama_state_get_data, ctx, REAL(llama_state_get_data)(ctx, data, size));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_get_data(layer, data, size) : REAL(llama_state_get_data)(ctx, data, size);
 }
 
 EXPORT size_t llama_copy_state_data(struct llama_context *ctx, uint8_t *data) {
@@ -88,7 +85,8 @@ EXPORT size_t llama_copy_state_data(struct llama_context *ctx, uint8_t *data) {
 }
 
 EXPORT size_t llama_state_set_data(struct llama_context *ctx, const uint8_t *data, size_t size) {
-    REFUSED(llama_state_set_data, ctx, REAL(llama_state_set_data)(ctx, data, size));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_set_data(layer, data, size) : REAL(llama_state_set_data)(ctx, data, size);
 }
 
 EXPORT size_t llama_set_state_data(struct llama_context *ctx, const uint8_t *data) {
@@ -97,7 +95,9 @@ EXPORT size_t llama_set_state_data(struct llama_context *ctx, const uint8_t *dat
 
 EXPORT bool llama_state_load_file(struct llama_context *ctx, const char *path, llama_token *tokens,
                                   size_t capacity, size_t *count) {
-    REFUSED(llama_state_load_file, ctx, REAL(llama_state_load_file)(ctx, path, tokens, capacity, count));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_load_file(layer, path, tokens, capacity, count)
+                 : REAL(llama_state_load_file)(ctx, path, tokens, capacity, count);
 }
 
 EXPORT bool llama_load_session_file(struct llama_context *ctx, const char *path, llama_token *tokens,
@@ -107,7 +107,9 @@ EXPORT bool llama_load_session_file(struct llama_context *ctx, const char *path,
 
 EXPORT bool llama_state_save_file(struct llama_context *ctx, const char *path, const llama_token *tokens,
                                   size_t count) {
-    REFUSED(llama_state_save_file, ctx, REAL(llama_state_save_file)(ctx, path, tokens, count));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_save_file(layer, path, tokens, count)
+                 : REAL(llama_state_save_file)(ctx, path, tokens, count);
 }
 
 EXPORT bool llama_save_session_file(struct llama_context *ctx, const char *path, const llama_token *tokens,
@@ -117,7 +119,7 @@ EXPORT bool llama_save_session_file(struct llama_context *ctx, const char *path,
 
 EXPORT size_t llama_state_seq_get_size_ext(struct llama_context *ctx, llama_seq_id seq, llama_state_seq_flags flags) {
     oscar_llama *layer = layer_of_context(ctx);
-    return layer ? state_size(layer) : REAL(llama_state_seq_get_size_ext)(ctx, seq, flags);
+    return layer ? oscar_llama_state_seq_get_size(layer, seq) : REAL(llama_state_seq_get_size_ext)(ctx, seq, flags);
 }
 
 EXPORT size_t llama_state_seq_get_size(struct llama_context *ctx, llama_seq_id seq) {
@@ -126,7 +128,9 @@ EXPORT size_t llama_state_seq_get_size(struct llama_context *ctx, llama_seq_id s
 
 EXPORT size_t llama_state_seq_get_data_ext(struct llama_context *ctx, uint8_t *data, size_t size, llama_seq_id seq,
                                            llama_state_seq_flags flags) {
-    REFUSED(llama_state_seq_get_data_ext, ctx, REAL(llama_state_seq_get_data_ext)(ctx, data, size, seq, flags));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_seq_get_data(layer, data, size, seq)
+                 : REAL(llama_state_seq_get_data_ext)(ctx, data, size, seq, flags);
 }
 
 EXPORT size_t llama_state_seq_get_data(struct llama_context *ctx, uint8_t *data, size_t size, llama_seq_id seq) {
@@ -135,7 +139,9 @@ EXPORT size_t llama_state_seq_get_data(struct llama_context *ctx, uint8_t *data,
 
 EXPORT size_t llama_state_seq_set_data_ext(struct llama_context *ctx, const uint8_t *data, size_t size,
                                            llama_seq_id seq, llama_state_seq_flags flags) {
-    REFUSED(llama_state_seq_set_data_ext, ctx, REAL(llama_state_seq_set_data_ext)(ctx, data, size, seq, flags));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_seq_set_data(layer, data, size, seq)
+                 : REAL(llama_state_seq_set_data_ext)(ctx, data, size, seq, flags);
 }
 
 EXPORT size_t llama_state_seq_set_data(struct llama_context *ctx, const uint8_t *data, size_t size,
@@ -145,11 +151,14 @@ EXPORT size_t llama_state_seq_set_data(struct llama_context *ctx, const uint8_t 
 
 EXPORT size_t llama_state_seq_save_file(struct llama_context *ctx, const char *path, llama_seq_id seq,
                                         const llama_token *tokens, size_t count) {
-    REFUSED(llama_state_seq_save_file, ctx, REAL(llama_state_seq_save_file)(ctx, path, seq, tokens, count));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_seq_save_file(layer, path, seq, tokens, count)
+                 : REAL(llama_state_seq_save_file)(ctx, path, seq, tokens, count);
 }
 
 EXPORT size_t llama_state_seq_load_file(struct llama_context *ctx, const char *path, llama_seq_id seq,
                                         llama_token *tokens, size_t capacity, size_t *count) {
-    REFUSED(llama_state_seq_load_file, ctx,
-            REAL(llama_state_seq_load_file)(ctx, path, seq, tokens, capacity, count));
+    oscar_llama *layer = layer_of_context(ctx);
+    return layer ? oscar_llama_state_seq_load_file(layer, path, seq, tokens, capacity, count)
+                 : REAL(llama_state_seq_load_file)(ctx, path, seq, tokens, capacity, count);
 }

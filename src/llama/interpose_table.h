@@ -42,24 +42,24 @@
     X(llama_memory_seq_pos_max, "the last position, or -1")                                        \
     X(llama_memory_can_shift, "false")                                                             \
     /* state */                                                                                    \
-    X(llama_state_get_size, "1: see state.c")                                                      \
+    X(llama_state_get_size, "bytes of all sequences as saved")                                     \
     X(llama_get_state_size, "the same by its older name")                                          \
-    X(llama_state_get_data, "refused")                                                             \
-    X(llama_copy_state_data, "refused")                                                            \
-    X(llama_state_set_data, "refused")                                                             \
-    X(llama_set_state_data, "refused")                                                             \
-    X(llama_state_load_file, "refused")                                                            \
-    X(llama_load_session_file, "refused")                                                          \
-    X(llama_state_save_file, "refused")                                                            \
-    X(llama_save_session_file, "refused")                                                          \
-    X(llama_state_seq_get_size, "1: see state.c")                                                  \
-    X(llama_state_seq_get_size_ext, "1: see state.c")                                              \
-    X(llama_state_seq_get_data, "refused")                                                         \
-    X(llama_state_seq_get_data_ext, "refused")                                                     \
-    X(llama_state_seq_set_data, "refused")                                                         \
-    X(llama_state_seq_set_data_ext, "refused")                                                     \
-    X(llama_state_seq_save_file, "refused")                                                        \
-    X(llama_state_seq_load_file, "refused")
+    X(llama_state_get_data, "saves all sequences, with a checksum")                                \
+    X(llama_copy_state_data, "the same by its older name")                                         \
+    X(llama_state_set_data, "restores all sequences, or changes nothing")                          \
+    X(llama_set_state_data, "the same by its older name")                                          \
+    X(llama_state_load_file, "the same from a file, with its tokens")                              \
+    X(llama_load_session_file, "the same by its older name")                                       \
+    X(llama_state_save_file, "writes a temporary file, then renames it")                           \
+    X(llama_save_session_file, "the same by its older name")                                       \
+    X(llama_state_seq_get_size, "bytes of a sequence as saved; never 0")                           \
+    X(llama_state_seq_get_size_ext, "the same: flags change nothing")                              \
+    X(llama_state_seq_get_data, "saves a sequence, with a checksum")                               \
+    X(llama_state_seq_get_data_ext, "the same: a partial state is the whole")                      \
+    X(llama_state_seq_set_data, "restores a sequence, or changes nothing")                         \
+    X(llama_state_seq_set_data_ext, "the same: a partial state is the whole")                      \
+    X(llama_state_seq_save_file, "writes a temporary file, then renames it")                       \
+    X(llama_state_seq_load_file, "the same from a file; without tokens counts them")
 
 #define INTERPOSED_ID(function, meaning) ID_##function,
 enum { INTERPOSED(INTERPOSED_ID) INTERPOSED_COUNT };

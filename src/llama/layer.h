@@ -118,6 +118,8 @@ void call_clear(oscar_llama *layer);
 bool call_add(oscar_llama *layer, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs);
 /* The position that follows what the sequence holds and what the call has added to it. */
 llama_pos call_next_position(const oscar_llama *layer, llama_seq_id seq);
+/* Probes the model and makes the cache where that was not done; false: refused, see layer->error. */
+bool call_find_layers(oscar_llama *layer);
 int32_t call_begin(oscar_llama *layer); /* 0, or what llama_decode() is to return */
 int32_t call_end(oscar_llama *layer, int32_t result);
 void call_free(call_state *call);
@@ -126,9 +128,5 @@ oscar_status call_layer_done(oscar_llama *layer, int32_t index, oscar_error *err
 
 /* memory.c */
 void memory_refuse(oscar_llama *layer, const char *function);
-
-/* state.c */
-size_t state_size(oscar_llama *layer);
-size_t state_refuse(oscar_llama *layer, const char *function);
 
 #endif
