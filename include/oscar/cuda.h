@@ -60,7 +60,7 @@ typedef struct oscar_cuda_layer_options {
     int32_t recent;    /* last tokens kept in BF16, at least 1 */
     int32_t ring;      /* overlay rows for recent tokens: a multiple of 64, at least recent + the
                           tokens appended at once */
-    int32_t bits_k, bits_v; /* 2, 3 or 4 */
+    int32_t bits_k, bits_v; /* 2; 3 and 4 have a layout but no kernels yet: UNSUPPORTED */
     int32_t recipe;         /* oscar_recipe, for append */
     int32_t ldlq_k, gain_k, gain_v; /* 0 or 1, for append */
     float clip_k, clip_v;           /* OSCAR_RECIPE_ZOO */
@@ -140,6 +140,33 @@ typedef struct oscar_cuda_decode_args {
  * message). */
 OSCAR_API oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer,
                                          const oscar_cuda_decode_args *args,
+                                         oscar_cuda_stream stream, oscar_error *error);
+
+/* All pointers are device memory. Tokens in any order; no two with the same sequence and position. */
+typedef struct oscar_cuda_append_args {
+    uint32_t struct_size;
+    int32_t n_tokens;
+    int32_t dtype;            /* oscar_dtype of k and v */
+    const void *k, *v;        /* [n_tokens, n_kv_heads, head_dim], keys after RoPE */
+    const int32_t *seqs;      /* [n_tokens] row of the block table */
+    const int32_t *positions; /* [n_tokens] */
+    const int32_t *block_table;
+    int32_t table_stride;
+    const int32_t *slots; /* [n_seqs] overlay slot; NULL: the sequence's index */
+    void *pages;
+    void *overlay_k, *overlay_v;
+    int32_t *bad_token; /* lowered to the first token with NaN or infinity, whose row is stored as zeros;
+                           set it to INT32_MAX before; NULL: not reported */
+} oscar_cuda_append_args;
+
+#define OSCAR_CUDA_APPEND_ARGS_INIT                                                                \
+    {sizeof(oscar_cuda_append_args), 0, OSCAR_DTYPE_BF16, NULL, NULL, NULL, NULL, NULL, 0, NULL,   \
+     NULL, NULL, NULL, NULL}
+
+/* Removes means, rotates, quantises with the layer's recipe (LDLQ and gain included) and stores rows
+ * of new tokens in pages and overlay, in one launch. Codes are those of the CPU's quantiser.
+ * Errors: ARGUMENT, INTERNAL. */
+OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);
 
 #ifdef __cplusplus

@@ -71,6 +71,10 @@ static oscar_status check_options(const oscar_cuda_layer_options *o, oscar_error
             "a multiple of 64, at least recent");
     REQUIRE(o->bits_k >= 2 && o->bits_k <= 4, "bits_k", o->bits_k, "2, 3 or 4");
     REQUIRE(o->bits_v >= 2 && o->bits_v <= 4, "bits_v", o->bits_v, "2, 3 or 4");
+    REQUIRE(!o->ldlq_k || (o->k_metric_b && o->k_metric_d), "ldlq_k", o->ldlq_k, "0 without a key metric");
+    if (o->bits_k != 2 || o->bits_v != 2)
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED, "bits are %d and %d, the kernels do 2", o->bits_k,
+                              o->bits_v);
     REQUIRE(o->n_tracked >= 0 && o->n_tracked % 8 == 0 && o->n_tracked <= o->head_dim / 2, "n_tracked",
             o->n_tracked, "a multiple of 8 up to head_dim / 2");
     REQUIRE(o->n_tracked == 0 || (o->tracked && o->rope && o->k_tracked), "tracked", 0,
@@ -147,6 +151,53 @@ static oscar_status upload_rotations(oscar_cuda_layer *layer, const oscar_cuda_l
     return status;
 }
 
+/* 1_g B and <1_g, 1_g>_M of every head and group, in the order of the CPU's prepare_refits. */
+static void refit_constants(const oscar_cuda_layer_options *o, float *ones, float *ones_ones) {
+    const int d = o->head_dim, groups = layout_groups(d), group = d / groups;
+    for (int h = 0; h < o->n_kv_heads; h++)
+        for (int g = 0; g < groups; g++) {
+            const float *b = o->k_metric_b + (size_t)h * d * d, *dg = o->k_metric_d + (size_t)h * d;
+            float *out = ones + ((size_t)h * groups + g) * d, sum = 0;
+            for (int j = 0; j < d; j++) out[j] = 0;
+            for (int i = g * group; i < (g + 1) * group; i++)
+                for (int j = 0; j < (g + 1) * group; j++) out[j] += b[(size_t)i * d + j];
+            for (int j = 0; j < (g + 1) * group; j++) sum += dg[j] * out[j] * out[j];
+            ones_ones[(size_t)h * groups + g] = sum;
+        }
+}
+
+/* What append alone needs. */
+static oscar_status upload_for_append(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
+    const size_t h = (size_t)o->n_kv_heads, d = (size_t)o->head_dim, groups = (size_t)layout_groups(o->head_dim);
+    const struct {
+        float **to;
+        const float *from;
+        size_t n;
+        const char *name;
+    } arrays[] = {{&layer->k_rotation, o->k_rotation, h * d * d, "k_rotation"},
+                  {&layer->v_rotation, o->v_rotation, h * d * d, "v_rotation"},
+                  {&layer->v_mean, o->v_mean, h * d, "v_mean"},
+                  {&layer->k_metric_b, o->k_metric_b, h * d * d, "k_metric_b"},
+                  {&layer->k_metric_d, o->k_metric_d, h * d, "k_metric_d"},
+                  {&layer->v_metric_b, o->v_metric_b, h * d * d, "v_metric_b"},
+                  {&layer->v_metric_d, o->v_metric_d, h * d, "v_metric_d"}};
+    for (const auto &a : arrays) {
+        if (!a.from) continue;
+        oscar_status status = layer_upload((void **)a.to, a.from, a.n * sizeof(float), a.name, error);
+        if (status != OSCAR_OK) return status;
+    }
+    if (!o->k_metric_b || !o->k_metric_d) return OSCAR_OK;
+    float *ones = (float *)malloc((h * groups * d + h * groups) * sizeof(float));
+    if (!ones) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the metric of %d heads", (int)h);
+    refit_constants(o, ones, ones + h * groups * d);
+    oscar_status status = layer_upload((void **)&layer->k_ones, ones, h * groups * d * sizeof(float), "metric", error);
+    if (status == OSCAR_OK)
+        status = layer_upload((void **)&layer->k_ones_ones, ones + h * groups * d, h * groups * sizeof(float), "metric",
+                              error);
+    free(ones);
+    return status;
+}
+
 oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_layer_options *o,
                                      oscar_error *error) {
     *out = NULL;
@@ -183,6 +234,7 @@ oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_la
     cudaDeviceGetAttribute(&layer->n_multiprocessors, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&layer->shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     status = upload_rotations(layer, o, error);
+    if (status == OSCAR_OK) status = upload_for_append(layer, o, error);
     if (status == OSCAR_OK && o->n_tracked) status = layer_upload_bias(layer, o, error);
     if (status != OSCAR_OK) {
         oscar_cuda_layer_free(layer);
@@ -202,6 +254,18 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->bias_nu);
     cudaFree(layer->bias_turn);
     cudaFree(layer->bias_dims);
+    cudaFree(layer->k_rotation);
+    cudaFree(layer->v_rotation);
+    cudaFree(layer->v_mean);
+    cudaFree(layer->k_metric_b);
+    cudaFree(layer->k_metric_d);
+    cudaFree(layer->v_metric_b);
+    cudaFree(layer->v_metric_d);
+    cudaFree(layer->k_ones);
+    cudaFree(layer->k_ones_ones);
+    cudaFree(layer->append_bias_table);
+    cudaFree(layer->append_bias_freq);
+    cudaFree(layer->append_bias_dims);
     delete layer;
 }
 

@@ -20,6 +20,11 @@ struct oscar_cuda_layer {
     void *k_rotation_fragments;
     float *k_mean, *v_mean_rotated, *v_rotation_t;
     void *bias_table, *bias_nu, *bias_turn, *bias_dims;
+    /* For append: see AppendParams in append.cu. */
+    float *k_rotation, *v_rotation, *v_mean, *k_metric_b, *k_metric_d, *v_metric_b, *v_metric_d;
+    float *k_ones, *k_ones_ones;
+    float *append_bias_table, *append_bias_freq;
+    void *append_bias_dims;
 };
 
 /* Fills *error (NULL is allowed) and returns status. */

@@ -75,6 +75,29 @@ static void pack_step(const Pair *pairs, uint32_t *out) {
  * below this the high halves alone are as exact as fp32 sums. */
 #define SLOW_PAIR (1.0 / 63 / 128)
 
+/* R_i nu of the 64 slots of a page as floats, for append: [H, n, 2, 64]. */
+static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
+    std::vector<float> table, freq;
+    std::vector<int2> dims;
+    for (int h = 0; h < o->n_kv_heads; h++)
+        for (const Pair &p : pairs_of(o, h)) {
+            freq.push_back((float)p.freq);
+            dims.push_back(p.dims);
+            for (int part = 0; part < 2; part++)
+                for (int i = 0; i < 64; i++) {
+                    const double c = cos(p.freq * i), s = sin(p.freq * i);
+                    table.push_back((float)(part ? p.nu[0] * s + p.nu[1] * c : p.nu[0] * c - p.nu[1] * s));
+                }
+        }
+    oscar_status status =
+        layer_upload((void **)&layer->append_bias_table, table.data(), table.size() * 4, "k_tracked", error);
+    if (status == OSCAR_OK)
+        status = layer_upload((void **)&layer->append_bias_freq, freq.data(), freq.size() * 4, "rope", error);
+    if (status == OSCAR_OK)
+        status = layer_upload(&layer->append_bias_dims, dims.data(), dims.size() * sizeof(int2), "tracked", error);
+    return status;
+}
+
 oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
     const int h = o->n_kv_heads, n = o->n_tracked, steps = n / 8;
     for (int i = 0; i < h * n; i++)
@@ -106,5 +129,6 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
     if (status == OSCAR_OK)
         status = layer_upload(&layer->bias_turn, turn.data(), turn.size() * 8, "bias turns", error);
     if (status == OSCAR_OK) status = layer_upload(&layer->bias_dims, dims.data(), dims.size() * 8, "tracked", error);
+    if (status == OSCAR_OK) status = upload_append_table(layer, o, error);
     return status;
 }
