@@ -18,7 +18,7 @@ for p in $pids; do wait "$p" || { cat "$out"/*.log | grep -E "error|warning" ; e
 # The CPU's quantiser, for the append test.
 cflags="-std=gnu11 -O2 -ffp-contract=off -fno-math-errno -fno-trapping-math -D_GNU_SOURCE -I$root/include -I$root/src"
 cpu=
-for f in "$root"/src/codec/*.c "$root"/src/base/*.c; do
+for f in "$root"/src/codec/*.c "$root"/src/base/*.c "$root"/tests/cuda/*.c; do
     isa=
     case "$f" in
     *_avx512.c) isa="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c" ;;

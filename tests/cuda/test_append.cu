@@ -8,9 +8,7 @@
 
 #include "oracle.h"
 
-extern "C" {
-#include "codec/codec.h"
-}
+#include "reference.h"
 
 static int n_failures;
 
@@ -46,7 +44,7 @@ static void make_metric(int d, Random &random, float *b, float *dg) {
             for (int k = 0; k < d; k++)
                 m[(size_t)i * d + j] += (double)basis[(size_t)i * d + k] * basis[(size_t)j * d + k] * exp(-6.0 * k / d);
     oscar_error error;
-    if (codec_factor_metric(d, m.data(), .01, b, dg, &error) != OSCAR_OK) {
+    if (reference_factor(d, m.data(), .01, b, dg, &error) != OSCAR_OK) {
         printf("FAILED metric: %s\n", error.message);
         exit(1);
     }
@@ -174,10 +172,9 @@ static void run_case(const Case &c, uint64_t seed) {
                 std::vector<float> row(input[side].begin() + ((size_t)t * h + head) * d,
                                        input[side].begin() + ((size_t)t * h + head + 1) * d), y(d);
                 residual_of(p, head, side, positions[t], row.data());
-                row_codec codec = {};
+                reference_codec codec = {};
                 codec.head_dim = d;
                 codec.group = d / groups;
-                codec.bits = 2;
                 codec.recipe = c.recipe;
                 codec.clip = c.clip;
                 codec.ldlq = c.ldlq && side == 0;
@@ -189,7 +186,7 @@ static void run_case(const Case &c, uint64_t seed) {
                 if (c.rotated) codec.rotation = (side ? p.v_rotation : p.k_rotation).data() + (size_t)head * d * d;
                 std::vector<uint8_t> codes(d), got(d);
                 uint16_t params[4], got_params[4];
-                const uint32_t nan = codec_quantize_rows(&codec, 1, row.data(), d, y.data(), codes.data(), params);
+                const int nan = reference_quantize(&codec, row.data(), y.data(), codes.data(), params);
                 oscar_cuda_tile_get_row(&pages[((size_t)table[seqs[t] * pages_a_seq + positions[t] / 64] * h + head) * tile],
                                         d, 2, 2, side, positions[t] % 64, got.data(), got_params);
                 for (int i = 0; i < d; i++) {
