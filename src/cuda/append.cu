@@ -234,14 +234,21 @@ template <int CPL> DEVICE void load_row(float (&out)[CPL], const float *row) {
 template <int D> DEVICE void round_ldlq(Row<D> &w, const float *b) {
     constexpr int CPL = Row<D>::CPL;
     const float inv = reciprocal(w.step), shift = fmaf(-w.offset, inv, 0.5f);
-    float t[CPL];
+    float t[CPL], next[CPL][CPL];
 #pragma unroll
-    for (int k = 0; k < CPL; k++) t[k] = w.x[k];
+    for (int k = 0; k < CPL; k++) {
+        t[k] = w.x[k];
+        load_row<CPL>(next[k], b + (CPL * 31 + k) * D + CPL * w.lane);
+    }
 #pragma unroll 1
     for (int owner = 31; owner >= 0; owner--) {
         float rows[CPL][CPL];
 #pragma unroll
-        for (int k = 0; k < CPL; k++) load_row<CPL>(rows[k], b + (CPL * owner + k) * D + CPL * w.lane);
+        for (int k = 0; k < CPL; k++) {
+#pragma unroll
+            for (int m = 0; m < CPL; m++) rows[k][m] = next[k][m];
+            if (owner > 0) load_row<CPL>(next[k], b + (CPL * (owner - 1) + k) * D + CPL * w.lane);
+        }
 #pragma unroll
         for (int k = CPL - 1; k >= 0; k--) {
             const float c = round_code(fmaf(t[k], inv, shift), 3.49f);

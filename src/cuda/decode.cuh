@@ -52,7 +52,7 @@ DEVICE void scale_query(const DecodeParams &p, RawQuery<C> &raw, float &scale) {
 }
 
 /* Rotates the segment's queries into shared memory and gathers what the bias needs. The first
- * tiles are asked for (fill) when the rotation has been loaded: it would wait long behind them. */
+ * tiles are asked for (fill) when all of that has been loaded: small loads wait long behind them. */
 template <class C, int MODE, class F>
 DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, int warp,
                             int lane, F fill) {
@@ -113,8 +113,6 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
             }
         }
     }
-    __syncthreads();
-    fill();
     /* q . mean, one row a warp, from the last warp on: it is the one without a rotation to do. */
 #pragma unroll 1
     for (int row = C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
@@ -154,6 +152,7 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
         }
     }
     __syncthreads();
+    fill();
 }
 
 template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &at) {
