@@ -36,7 +36,7 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE;
     static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
-    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS >= 16 ? 2 : 4; /* sub-tiles whose products interleave */
+    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS > 8 ? 2 : 4; /* sub-tiles whose products interleave */
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
 };
 
