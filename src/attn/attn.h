@@ -46,10 +46,6 @@ typedef struct attn_ops {
      * overlap; any n_rows, rows as independent as above. */
     void (*rotate)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
                    int64_t x_stride, float *y, int64_t y_stride);
-    /* y[r] = x[r] U^T. Turns U as it goes, which for few rows costs as much as the product: who
-     * can keep U^T calls rotate with it. */
-    void (*rotate_back)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
-                        int64_t x_stride, float *y, int64_t y_stride);
 } attn_ops;
 
 extern const attn_ops attn_ops_ref;

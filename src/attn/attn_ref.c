@@ -134,18 +134,6 @@ static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float
     }
 }
 
-static void rotate_back(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
-                        int64_t x_stride, float *y, int64_t y_stride) {
-    for (int r = 0; r < n_rows; r++) {
-        const float *in = x + r * x_stride;
-        for (int j = 0; j < head_dim; j++) {
-            float sum = 0.0f;
-            for (int i = 0; i < head_dim; i++) sum += in[i] * u[(int64_t)j * head_dim + i];
-            y[r * y_stride + j] = sum;
-        }
-    }
-}
-
 const attn_ops attn_ops_ref = {
     .name = "ref",
     .unpack_keys = unpack_keys,
@@ -154,5 +142,4 @@ const attn_ops attn_ops_ref = {
     .widen_values = widen_values,
     .tile = tile,
     .rotate = rotate,
-    .rotate_back = rotate_back,
 };

@@ -357,44 +357,6 @@ static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float
     gemm_run(&g, n_rows, head_dim);
 }
 
-/* out[c][r] = in[r][c] for an 8 x 8 block. */
-INLINE void transpose_8x8(const float *in, int64_t in_stride, float *out, int64_t out_stride) {
-    __m256 pair[8], quad[8];
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        __m256 a = _mm256_loadu_ps(in + i * in_stride);
-        __m256 b = _mm256_loadu_ps(in + (i + 1) * in_stride);
-        pair[i] = _mm256_unpacklo_ps(a, b);
-        pair[i + 1] = _mm256_unpackhi_ps(a, b);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        UNROLL for (int h = 0; h < 2; h++) {
-            quad[i + 2 * h] = _mm256_shuffle_ps(pair[i + h], pair[i + h + 2], 0x44);
-            quad[i + 2 * h + 1] = _mm256_shuffle_ps(pair[i + h], pair[i + h + 2], 0xee);
-        }
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(out + i * out_stride, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20));
-        _mm256_storeu_ps(out + (i + 4) * out_stride,
-                         _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31));
-    }
-}
-
-/* U^T is made 32 columns at a time, which is what a register block takes. */
-static void rotate_back(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
-                        int64_t x_stride, float *y, int64_t y_stride) {
-    float columns[OSCAR_MAX_HEAD_DIM * 32]; /* [head_dim, width] */
-    assert(head_dim <= OSCAR_MAX_HEAD_DIM);
-    for (int32_t j = 0; j < head_dim; j += 32) {
-        int32_t width = head_dim - j < 32 ? head_dim - j : 32;
-        for (int32_t i = 0; i < head_dim; i += 8)
-            for (int32_t jj = 0; jj < width; jj += 8)
-                transpose_8x8(u + (int64_t)(j + jj) * head_dim + i, head_dim,
-                              columns + i * width + jj, width);
-        gemm g = {head_dim, x, x_stride, columns, width, y + j, y_stride, NULL};
-        gemm_run(&g, n_rows, width);
-    }
-}
-
 const attn_ops ATTN_X86_TABLE = {
     .name = ATTN_X86_NAME,
     .unpack_keys = unpack_keys,
@@ -403,7 +365,6 @@ const attn_ops ATTN_X86_TABLE = {
     .widen_values = widen_values,
     .tile = tile,
     .rotate = rotate,
-    .rotate_back = rotate_back,
 };
 
 #endif

@@ -160,7 +160,7 @@ static void write_rows(const oscar_cache *cache, const step_block *block, int32_
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     int32_t d = rows->head_dim, group = layer->group;
-    const float *u = layer->v_codec[head].rotation;
+    const float *back = layer->v_codec[head].rotation ? layer->v_back + (size_t)head * (size_t)d * (size_t)d : NULL;
     const float *mean = layer->fit && layer->fit->v_mean ? layer->fit->v_mean + (size_t)head * (size_t)d : NULL;
     for (int32_t r = 0; r < rows->n_rows; r++) {
         float total = rows->row_sum[r], scale = 1.0f, *acc = rows->acc + (size_t)r * (size_t)d;
@@ -175,8 +175,8 @@ static void write_rows(const oscar_cache *cache, const step_block *block, int32_
         rows->row_sum[r] *= scale; /* the share that the values' mean has */
     }
     float *out = rows->acc;
-    if (u) {
-        attn_ops_current()->rotate_back(d, u, rows->n_rows, rows->acc, d, scratch->out, d);
+    if (back) {
+        attn_ops_current()->rotate(d, back, rows->n_rows, rows->acc, d, scratch->out, d);
         out = scratch->out;
     }
     for (int32_t r = 0; r < rows->n_rows; r++) {

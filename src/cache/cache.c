@@ -195,6 +195,32 @@ static bool layer_codecs(const oscar_cache_options *o, cache_layer *layer, bool 
     return true;
 }
 
+/* What append and attention would compute in every call. */
+static bool layer_constants(cache_layer *layer) {
+    int32_t heads = layer->shape.n_kv_heads, d = layer->shape.head_dim;
+    row_codec *codecs[2] = {layer->k_codec, layer->v_codec};
+    float **ones[2] = {&layer->k_ones, &layer->v_ones};
+    for (int side = 0; side < 2; side++) {
+        if (!codecs[side][0].metric_b) continue;
+        size_t groups = (size_t)(d / codecs[side][0].group), floats = groups * ((size_t)d + 1);
+        *ones[side] = aligned_calloc((size_t)heads * floats, sizeof(float));
+        if (!*ones[side]) return false;
+        for (int32_t h = 0; h < heads; h++) {
+            float *at = *ones[side] + (size_t)h * floats;
+            row_codec_prepare(&codecs[side][h], at, at + groups * (size_t)d);
+        }
+    }
+    if (!layer->v_codec[0].rotation) return true;
+    layer->v_back = aligned_calloc((size_t)heads * (size_t)d, sizeof(float) * (size_t)d);
+    if (!layer->v_back) return false;
+    for (int32_t h = 0; h < heads; h++)
+        for (int32_t i = 0; i < d; i++)
+            for (int32_t j = 0; j < d; j++)
+                layer->v_back[((size_t)h * (size_t)d + (size_t)j) * (size_t)d + (size_t)i] =
+                    layer->v_codec[h].rotation[i * d + j];
+    return true;
+}
+
 /* Where the layer lies in a history page and in an overlay page. */
 static void layer_layout(oscar_cache *cache, cache_layer *layer, size_t *history, size_t *overlay) {
     size_t heads = (size_t)layer->shape.n_kv_heads;
@@ -235,7 +261,9 @@ static bool make_layers(oscar_cache *cache, const oscar_cache_options *o, size_t
 /* After the pools: a context that does not fit is refused before its tables are computed. */
 static bool make_tables(oscar_cache *cache) {
     for (int32_t i = 0; i < cache->n_layers; i++)
-        if (!layer_rope(cache, &cache->layers[i]) || !layer_bias_table(cache, &cache->layers[i])) return false;
+        if (!layer_rope(cache, &cache->layers[i]) || !layer_bias_table(cache, &cache->layers[i]) ||
+            !layer_constants(&cache->layers[i]))
+            return false;
     return true;
 }
 
@@ -417,6 +445,9 @@ void oscar_cache_free(oscar_cache *cache) {
         aligned_free(cache->layers[i].k_codec);
         aligned_free(cache->layers[i].v_codec);
         aligned_free(cache->layers[i].bias_table);
+        aligned_free(cache->layers[i].k_ones);
+        aligned_free(cache->layers[i].v_ones);
+        aligned_free(cache->layers[i].v_back);
     }
     for (int32_t i = 0; i < cache->n_ropes; i++) {
         aligned_free(cache->ropes[i].page_cos);

@@ -70,6 +70,8 @@ typedef struct cache_layer {
     int32_t rope;                  /* index of the rope_table */
     const rotations_layer *fit;    /* NULL in exact mode */
     row_codec *k_codec, *v_codec;  /* [n_kv_heads] */
+    float *k_ones, *v_ones;        /* [n_kv_heads][n_groups][d + 1]: what row_codec_prepare() computes */
+    float *v_back;                 /* [n_kv_heads, d, d] transposed value rotations; NULL: none */
     float *bias_table;             /* [n_kv_heads][2 n_tracked][64]: magnitude * R_i nu */
 } cache_layer;
 

@@ -12,6 +12,23 @@ int32_t codec_group(int32_t head_dim) {
     return 16;
 }
 
+void row_codec_prepare(row_codec *codec, float *ones, float *ones_ones) {
+    const int32_t d = codec->head_dim;
+    for (int32_t g = 0; g < d / codec->group; g++) {
+        float *row_ones = ones + (size_t)g * d, sum = 0;
+        const int32_t i0 = g * codec->group, i1 = i0 + codec->group;
+        for (int32_t j = 0; j < d; j++) row_ones[j] = 0;
+        for (int32_t i = i0; i < i1; i++) {
+            const float *row = codec->metric_b + (size_t)i * d;
+            for (int32_t j = 0; j < i1; j++) row_ones[j] += row[j];
+        }
+        for (int32_t j = 0; j < i1; j++) sum += codec->metric_d[j] * row_ones[j] * row_ones[j];
+        ones_ones[g] = sum;
+    }
+    codec->ones = ones;
+    codec->ones_ones = ones_ones;
+}
+
 uint32_t codec_quantize_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride,
                              float *y, uint8_t *codes, uint16_t *params) {
     const codec_ops *ops = &codec_ops_ref;

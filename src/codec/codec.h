@@ -10,8 +10,9 @@
 
 #include "base/base.h"
 
-/* Rows are quantised CODEC_LANES at a time, one row a lane: every path does the same operations in
- * the same order (fused multiply-adds included), so codes and parameters are bit-equal. */
+/* Rows are quantised CODEC_LANES at a time, one row a lane, few rows with one channel a lane: every
+ * path and form does the same operations in the same order (fused multiply-adds included), so codes
+ * and parameters are bit-equal. */
 #define CODEC_LANES 16
 #define CODEC_MAX_GROUPS 32
 
@@ -33,7 +34,14 @@ typedef struct row_codec {
     const float *metric_b; /* [head_dim, head_dim] row major, B[i][j], zero above the diagonal */
     const float *metric_d; /* [head_dim] */
     const float *rotation; /* [head_dim, head_dim]: y = x U, row vector times matrix; NULL: identity */
+    /* What row_codec_prepare() computes; NULL: computed in every call. */
+    const float *ones;      /* [n_groups, head_dim] 1_g B, 1_g: ones over the channels of group g */
+    const float *ones_ones; /* [n_groups] <1_g, 1_g>_M */
 } row_codec;
+
+/* Computes what is the same for every row into ones [n_groups, head_dim] and ones_ones [n_groups],
+ * which the codec then points to. Needs the metric. */
+void row_codec_prepare(row_codec *codec, float *ones, float *ones_ones);
 
 /* Rotates and quantises n_rows <= CODEC_LANES rows.
  *   x:      [n_rows, head_dim] f32, stride x_stride: rows with their means removed, not yet rotated

@@ -4,13 +4,19 @@
  * Included by quantize_rows_ref.c, _avx2.c and _avx512.c after they have defined `lanes`, sixteen
  * floats of sixteen rows, and its operations. A row never leaves its lane and every lane does the
  * same operations in the same order, fused where lanes_fma stands, so all paths give the same bits
- * and a row does not depend on its neighbours.
+ * and a row does not depend on its neighbours. quantize_row.inc.h is the second form, for few rows:
+ * there a vector is sixteen channels of one row. So that both give the same bits,
+ *   sums over channels are sixteen partial sums, by channel mod 16 and rising within, added as a
+ *   tree: r + (r + 8), then r + (r + 4), r + 2, r + 1;
+ *   products with a matrix add their terms one by one, fused, in the order said below.
  *
  * The includer defines: lanes, lanes_mask; lanes_load, _store, _set1, _add, _sub, _mul, _div,
  * _fma(a, b, c) = a b + c, _fnma(a, b, c) = c - a b, _min(a, b) = a < b ? a : b, _max likewise, _abs,
  * _trunc (of 0 <= x < 2^31), _fp16 (nearest fp16, saturated), _lt(a, b) and _le giving masks,
- * _and of two masks, _bits of a mask, _select(mask, a, b) = mask ? a : b; and LANES_BLOCK, how many
- * accumulators stay in registers (4 or 8).
+ * _and of two masks, _bits of a mask and lanes_mask_of(bits) back, _select(mask, a, b) = mask ? a : b;
+ * for the second form lanes_loadu (any address), _pick(a, l): lane l in all lanes, and _swap1, _swap2,
+ * _swap4, _swap8: lane l gets lane l ^ n; and LANES_BLOCK, how many accumulators stay in registers
+ * (4 or 8).
  */
 #include <float.h>
 
@@ -22,7 +28,11 @@
 /* A refit is singular when 1 - cos^2 between codes and ones is smaller. */
 #define REFIT_SINGULAR 1e-6f
 #define LS_ROUNDS 6
+#define LS_STARTS 3
 #define LDLQ_REFITS 3
+/* Rows up to which one at a time is faster: with error feedback, without. */
+#define FEW_ROWS_LDLQ 3
+#define FEW_ROWS 6
 
 typedef struct row_scratch {
     _Alignas(64) float x[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] rotated rows */
@@ -32,22 +42,29 @@ typedef struct row_scratch {
     _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] a product with B or U */
     _Alignas(64) float step[CODEC_MAX_GROUPS * CODEC_LANES];    /* [n_groups][16] fp16 values */
     _Alignas(64) float offset[CODEC_MAX_GROUPS * CODEC_LANES];  /* [n_groups][16] fp16 values */
-    float ones[CODEC_MAX_GROUPS * OSCAR_MAX_HEAD_DIM]; /* [n_groups][d] 1_g B, 1_g: ones over group g */
-    float ones_ones[CODEC_MAX_GROUPS];                 /* <1_g, 1_g>_M */
 } row_scratch;
 
 #define AT(array, j) ((array) + (size_t)(j) * CODEC_LANES)
 
-/* out[j] = sum over rows i of a[i] W[i][j], i rising, for columns 0 .. n_columns - 1 (a multiple of
- * LANES_BLOCK) and rows i0 .. i1 - 1. lower: W is zero above the diagonal, so rows above a column
- * are skipped; the zeros that a block still meets change no bit. */
+/* The tree over partial sums; destroys them. */
+static inline lanes fold(lanes *part) {
+    for (int h = CODEC_LANES / 2; h > 0; h /= 2)
+        for (int r = 0; r < h; r++) part[r] = lanes_add(part[r], part[r + h]);
+    return part[0];
+}
+
+/* out[j] = sum over rows i of a[i] W[i][j] for columns 0 .. n_columns - 1 (a multiple of LANES_BLOCK)
+ * and rows i0 .. i1 - 1. W = U: i rising. W = B (lower), zero above the diagonal: i falling, as codes
+ * are found; rows above a column are skipped, and the zeros that a block still meets change no bit. */
 static void lanes_product(int32_t d, const float *matrix, bool lower, int32_t i0, int32_t i1,
                           int32_t n_columns, const float *a, float *out) {
     for (int32_t j = 0; j < n_columns; j += LANES_BLOCK) {
         lanes sum[LANES_BLOCK];
 #pragma GCC unroll 8
         for (int k = 0; k < LANES_BLOCK; k++) sum[k] = lanes_set1(0);
-        for (int32_t i = lower && j > i0 ? j : i0; i < i1; i++) {
+        const int32_t least = lower && j > i0 ? j : i0, n = i1 - least;
+        for (int32_t m = 0; m < n; m++) {
+            const int32_t i = lower ? i1 - 1 - m : least + m;
             const lanes ai = lanes_load(AT(a, i));
             const float *row = matrix + (size_t)i * d + j;
 #pragma GCC unroll 8
@@ -105,28 +122,23 @@ static inline void range_of_group(int32_t group, const float *x, lanes *low, lan
 static inline void range_params(lanes low, lanes high, lanes limit, float inv_levels, lanes *step,
                                 lanes *offset) {
     const lanes floor_ = lanes_sub(lanes_set1(0), limit);
-    low = lanes_min(lanes_max(low, floor_), limit);
+    low = lanes_add(lanes_min(lanes_max(low, floor_), limit), lanes_set1(0)); /* no -0: it has no order */
     high = lanes_min(lanes_max(high, floor_), limit);
     *step = lanes_mul(lanes_sub(high, low), lanes_set1(inv_levels));
     *offset = low;
 }
 
-/* One round: codes for (step, offset), then the least-squares step and offset for the codes. */
-static __attribute__((noinline)) void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
-                                lanes *offset) {
-    const lanes inv = reciprocal_step(*step), top = code_top(bits), half = lanes_set1(0.5f);
-    const lanes m = *offset;
-    lanes cc = lanes_set1(0), c1 = cc, zc = cc, z1 = cc;
-    for (int32_t j = 0; j < group; j++) {
-        const lanes z = lanes_sub(lanes_load(AT(x, j)), m);
-        const lanes c = round_code(lanes_fma(z, inv, half), top);
-        cc = lanes_fma(c, c, cc);
-        c1 = lanes_add(c1, c);
-        zc = lanes_fma(z, c, zc);
-        z1 = lanes_add(z1, z);
-    }
-    /* z = x - offset, so that a large common offset costs no digits. */
-    const lanes n = lanes_set1((float)group);
+/* With four levels cutting the tail pays, with more hardly. The starts: no cut, then these. */
+static inline float start_clip(int32_t bits, int start) {
+    const float clips[2][2] = {{0.96f, 0.88f}, {0.98f, 0.98f}};
+    return clips[bits > 2][start - 1];
+}
+static inline int n_starts_of(int32_t bits) { return bits == 2 ? LS_STARTS : LS_STARTS - 1; }
+
+/* Least-squares step and offset for codes c of z = x - offset, from sum c^2, c, z c, z; as they were
+ * where that is singular. z, so that a large common offset costs no digits. */
+static inline void refit_plain(int32_t group, lanes cc, lanes c1, lanes zc, lanes z1, lanes *step, lanes *offset) {
+    const lanes n = lanes_set1((float)group), m = *offset;
     const lanes scale = lanes_mul(cc, n), det = lanes_fnma(c1, c1, scale);
     const lanes s = lanes_div(lanes_fnma(c1, z1, lanes_mul(zc, n)), det);
     const lanes dm = lanes_div(lanes_fnma(c1, zc, lanes_mul(cc, z1)), det);
@@ -136,28 +148,49 @@ static __attribute__((noinline)) void least_squares_round(int32_t group, int32_t
     *offset = lanes_select(ok, lanes_add(m, dm), m);
 }
 
+/* One round: codes for (step, offset), then step and offset for the codes. */
+static __attribute__((noinline)) void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
+                                lanes *offset) {
+    const lanes inv = reciprocal_step(*step), top = code_top(bits), half = lanes_set1(0.5f);
+    const lanes m = *offset;
+    lanes part_cc[CODEC_LANES], part_c1[CODEC_LANES], part_zc[CODEC_LANES], part_z1[CODEC_LANES];
+    for (int32_t r = 0; r < CODEC_LANES; r++) {
+        lanes cc = lanes_set1(0), c1 = cc, zc = cc, z1 = cc;
+        for (int32_t j = r; j < group; j += CODEC_LANES) {
+            const lanes z = lanes_sub(lanes_load(AT(x, j)), m);
+            const lanes c = round_code(lanes_fma(z, inv, half), top);
+            cc = lanes_fma(c, c, cc);
+            c1 = lanes_add(c1, c);
+            zc = lanes_fma(z, c, zc);
+            z1 = lanes_add(z1, z);
+        }
+        part_cc[r] = cc, part_c1[r] = c1, part_zc[r] = zc, part_z1[r] = z1;
+    }
+    refit_plain(group, fold(part_cc), fold(part_c1), fold(part_zc), fold(part_z1), step, offset);
+}
+
 static __attribute__((noinline)) lanes squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
     const lanes inv = reciprocal_step(step), top = code_top(bits), half = lanes_set1(0.5f);
-    lanes sum = lanes_set1(0);
-    for (int32_t j = 0; j < group; j++) {
-        const lanes z = lanes_sub(lanes_load(AT(x, j)), offset);
-        const lanes c = round_code(lanes_fma(z, inv, half), top);
-        const lanes e = lanes_fnma(step, c, z);
-        sum = lanes_fma(e, e, sum);
+    lanes part[CODEC_LANES];
+    for (int32_t r = 0; r < CODEC_LANES; r++) {
+        part[r] = lanes_set1(0);
+        for (int32_t j = r; j < group; j += CODEC_LANES) {
+            const lanes z = lanes_sub(lanes_load(AT(x, j)), offset);
+            const lanes c = round_code(lanes_fma(z, inv, half), top);
+            const lanes e = lanes_fnma(step, c, z);
+            part[r] = lanes_fma(e, e, part[r]);
+        }
     }
-    return sum;
+    return fold(part);
 }
 
 /* Step and offset of one group by least squares: several starts, rounds of rounding and refitting,
  * the best by squared error of what will be stored. x: [group][16]. */
 static __attribute__((noinline)) void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
                                  float *offset_out) {
-    /* With four levels cutting the tail pays, with more hardly. */
-    const float clips[2][2] = {{0.96f, 0.88f}, {0.98f, 0.98f}};
-    const float *clip = clips[bits > 2];
-    const int n_starts = bits == 2 ? 3 : 2;
+    const int n_starts = n_starts_of(bits);
     _Alignas(64) float top_x[128 * CODEC_LANES];
-    const int32_t n_top = rank_from_top(group, clip[1]) + 1;
+    const int32_t n_top = rank_from_top(group, start_clip(bits, n_starts - 1)) + 1;
     largest_magnitudes(group, x, n_top, top_x);
 
     lanes low, high;
@@ -165,7 +198,7 @@ static __attribute__((noinline)) void least_squares_params(int32_t group, int32_
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
     lanes best_step = lanes_set1(0), best_offset = best_step, best_error = best_step;
     for (int start = 0; start < n_starts; start++) {
-        const int32_t t = start == 0 ? 0 : rank_from_top(group, clip[start - 1]);
+        const int32_t t = start == 0 ? 0 : rank_from_top(group, start_clip(bits, start));
         lanes step, offset;
         range_params(low, high, lanes_load(AT(top_x, t)), inv_levels, &step, &offset);
         for (int round = 0; round < LS_ROUNDS; round++)
@@ -241,50 +274,44 @@ static __attribute__((noinline)) void round_ldlq(const row_codec *codec, row_scr
     }
 }
 
-/* The part of the refits that is the same for every row. */
-static __attribute__((noinline)) void prepare_refits(const row_codec *codec, row_scratch *s) {
-    const int32_t d = codec->head_dim;
-    for (int32_t g = 0; g < d / codec->group; g++) {
-        float *ones = s->ones + (size_t)g * d, sum = 0;
-        const int32_t i0 = g * codec->group, i1 = i0 + codec->group;
-        for (int32_t j = 0; j < i1; j++) ones[j] = 0;
-        for (int32_t i = i0; i < i1; i++) {
-            const float *row = codec->metric_b + (size_t)i * d;
-            for (int32_t j = 0; j < i1; j++) ones[j] += row[j];
-        }
-        for (int32_t j = 0; j < i1; j++) sum += codec->metric_d[j] * ones[j] * ones[j];
-        s->ones_ones[g] = sum;
-    }
+/* The step and offset that <w, w>, <w, 1>, <r, w>, <r, 1> in M ask for, added to the old ones; w and
+ * r as in refit_group. */
+static inline void refit_metric(float ones_ones, lanes cc, lanes c1, lanes rc, lanes r1, lanes *step, lanes *offset) {
+    const lanes n = lanes_set1(ones_ones), scale = lanes_mul(cc, n);
+    const lanes det = lanes_fnma(c1, c1, scale);
+    const lanes ds = lanes_div(lanes_fnma(c1, r1, lanes_mul(rc, n)), det);
+    const lanes dm = lanes_div(lanes_fnma(c1, rc, lanes_mul(cc, r1)), det);
+    const lanes new_step = lanes_add(*step, ds), new_offset = lanes_add(*offset, dm);
+    const lanes_mask ok = lanes_and(
+        lanes_and(lanes_lt(lanes_mul(scale, lanes_set1(REFIT_SINGULAR)), det), lanes_lt(lanes_set1(0), new_step)),
+        lanes_lt(lanes_abs(dm), lanes_set1(FLT_MAX)));
+    *step = lanes_select(ok, lanes_fp16(new_step), *step);
+    *offset = lanes_select(ok, lanes_fp16(new_offset), *offset);
 }
 
 /* Refits step and offset of one group in M, given its codes, against the residual r = (x - x^) B,
  * and brings r up to date. */
 static __attribute__((noinline)) void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
     const int32_t d = codec->head_dim, i0 = g * codec->group, i1 = i0 + codec->group;
-    const float *ones = s->ones + (size_t)g * d;
-    const float ones_ones = s->ones_ones[g];
+    const float *ones = codec->ones + (size_t)g * d;
 
     lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
-    lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
-    for (int32_t j = 0; j < i1; j++) {
-        const lanes w = lanes_load(AT(s->w, j)), r = lanes_load(AT(s->r, j));
-        const lanes dw = lanes_mul(lanes_set1(codec->metric_d[j]), w);
-        cc = lanes_fma(dw, w, cc);
-        c1 = lanes_fma(dw, lanes_set1(ones[j]), c1);
-        rc = lanes_fma(dw, r, rc);
-        r1 = lanes_fma(lanes_set1(codec->metric_d[j] * ones[j]), r, r1);
+    lanes part_cc[CODEC_LANES], part_c1[CODEC_LANES], part_rc[CODEC_LANES], part_r1[CODEC_LANES];
+    for (int32_t k = 0; k < CODEC_LANES; k++) {
+        lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
+        for (int32_t j = k; j < i1; j += CODEC_LANES) {
+            const lanes w = lanes_load(AT(s->w, j)), r = lanes_load(AT(s->r, j));
+            const lanes dw = lanes_mul(lanes_set1(codec->metric_d[j]), w);
+            cc = lanes_fma(dw, w, cc);
+            c1 = lanes_fma(dw, lanes_set1(ones[j]), c1);
+            rc = lanes_fma(dw, r, rc);
+            r1 = lanes_fma(lanes_set1(codec->metric_d[j] * ones[j]), r, r1);
+        }
+        part_cc[k] = cc, part_c1[k] = c1, part_rc[k] = rc, part_r1[k] = r1;
     }
-    const lanes n = lanes_set1(ones_ones), scale = lanes_mul(cc, n);
-    const lanes det = lanes_fnma(c1, c1, scale);
-    const lanes ds = lanes_div(lanes_fnma(c1, r1, lanes_mul(rc, n)), det);
-    const lanes dm = lanes_div(lanes_fnma(c1, rc, lanes_mul(cc, r1)), det);
     const lanes old_step = lanes_load(AT(s->step, g)), old_offset = lanes_load(AT(s->offset, g));
-    lanes step = lanes_add(old_step, ds), offset = lanes_add(old_offset, dm);
-    const lanes_mask ok = lanes_and(
-        lanes_and(lanes_lt(lanes_mul(scale, lanes_set1(REFIT_SINGULAR)), det), lanes_lt(lanes_set1(0), step)),
-        lanes_lt(lanes_abs(dm), lanes_set1(FLT_MAX)));
-    step = lanes_select(ok, lanes_fp16(step), old_step);
-    offset = lanes_select(ok, lanes_fp16(offset), old_offset);
+    lanes step = old_step, offset = old_offset;
+    refit_metric(codec->ones_ones[g], fold(part_cc), fold(part_c1), fold(part_rc), fold(part_r1), &step, &offset);
     lanes_store(AT(s->step, g), step);
     lanes_store(AT(s->offset, g), offset);
     const lanes moved_step = lanes_sub(step, old_step), moved_offset = lanes_sub(offset, old_offset);
@@ -293,6 +320,14 @@ static __attribute__((noinline)) void refit_group(const row_codec *codec, row_sc
         r = lanes_fnma(moved_step, lanes_load(AT(s->w, j)), r);
         lanes_store(AT(s->r, j), lanes_fnma(moved_offset, lanes_set1(ones[j]), r));
     }
+}
+
+/* The factor that <x, x>_M and <x, x - x^>_M ask for. */
+static inline lanes gain_factor(lanes xx, lanes xr) {
+    const lanes hat = lanes_sub(xx, xr); /* <x^, x>_M */
+    lanes factor = lanes_div(xx, hat);
+    factor = lanes_min(lanes_max(factor, lanes_set1(0.5f)), lanes_set1(2.0f));
+    return lanes_select(lanes_lt(lanes_set1(0), hat), factor, lanes_set1(1.0f));
 }
 
 /* Scales step and offset by <x, x>_M / <x^, x>_M, so that the stored row keeps the length of the
@@ -313,17 +348,18 @@ static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scr
         lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->w);
         y = s->w;
     }
-    lanes xx = lanes_set1(0), xr = xx;
-    for (int32_t j = 0; j < d; j++) {
-        const lanes v = lanes_load(AT(y, j));
-        const lanes dv = codec->metric_b ? lanes_mul(lanes_set1(codec->metric_d[j]), v) : v;
-        xx = lanes_fma(dv, v, xx);
-        xr = lanes_fma(dv, lanes_load(AT(s->r, j)), xr);
+    lanes part_xx[CODEC_LANES], part_xr[CODEC_LANES];
+    for (int32_t k = 0; k < CODEC_LANES; k++) {
+        lanes xx = lanes_set1(0), xr = xx;
+        for (int32_t j = k; j < d; j += CODEC_LANES) {
+            const lanes v = lanes_load(AT(y, j));
+            const lanes dv = codec->metric_b ? lanes_mul(lanes_set1(codec->metric_d[j]), v) : v;
+            xx = lanes_fma(dv, v, xx);
+            xr = lanes_fma(dv, lanes_load(AT(s->r, j)), xr);
+        }
+        part_xx[k] = xx, part_xr[k] = xr;
     }
-    const lanes hat = lanes_sub(xx, xr); /* <x^, x>_M */
-    lanes factor = lanes_div(xx, hat);
-    factor = lanes_min(lanes_max(factor, lanes_set1(0.5f)), lanes_set1(2.0f));
-    factor = lanes_select(lanes_lt(lanes_set1(0), hat), factor, lanes_set1(1.0f));
+    const lanes factor = gain_factor(fold(part_xx), fold(part_xr));
     for (int32_t g = 0; g < n_groups; g++) {
         lanes_store(AT(s->step, g), lanes_fp16(lanes_mul(lanes_load(AT(s->step, g)), factor)));
         lanes_store(AT(s->offset, g), lanes_fp16(lanes_mul(lanes_load(AT(s->offset, g)), factor)));
@@ -363,8 +399,12 @@ static __attribute__((noinline)) void store_rows(const row_codec *codec, int n_r
     }
 }
 
-static uint32_t quantize_rows_lanes(const row_codec *codec, int n_rows, const float *x,
-                                    int64_t x_stride, float *y, uint8_t *codes, uint16_t *params) {
+static inline bool uses_ldlq(const row_codec *codec) {
+    return codec->ldlq && codec->metric_b && codec->recipe == OSCAR_RECIPE_DEFAULT;
+}
+
+static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const float *x, int64_t x_stride, float *y,
+                                  uint8_t *codes, uint16_t *params) {
     row_scratch s;
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     const uint32_t bad = load_rows(codec, n_rows, x, x_stride, &s);
@@ -382,9 +422,8 @@ static uint32_t quantize_rows_lanes(const row_codec *codec, int n_rows, const fl
         else
             least_squares_params(codec->group, codec->bits, xg, AT(s.step, g), AT(s.offset, g));
     }
-    const bool ldlq = codec->ldlq && codec->metric_b && codec->recipe == OSCAR_RECIPE_DEFAULT;
+    const bool ldlq = uses_ldlq(codec);
     if (ldlq) {
-        prepare_refits(codec, &s);
         for (int round = 0; round < LDLQ_REFITS; round++) {
             round_ldlq(codec, &s);
             for (int32_t g = 0; g < n_groups; g++) refit_group(codec, &s, g);
@@ -395,4 +434,17 @@ static uint32_t quantize_rows_lanes(const row_codec *codec, int n_rows, const fl
     if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq);
     store_rows(codec, n_rows, &s, codes, params);
     return bad;
+}
+
+#include "codec/quantize_row.inc.h"
+
+static uint32_t quantize_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride, float *y,
+                              uint8_t *codes, uint16_t *params) {
+    float ones[CODEC_MAX_GROUPS * OSCAR_MAX_HEAD_DIM], ones_ones[CODEC_MAX_GROUPS];
+    row_codec prepared = *codec;
+    const bool ldlq = uses_ldlq(codec);
+    if (ldlq && !codec->ones) row_codec_prepare(&prepared, ones, ones_ones);
+    /* The published recipe may cut any number of values: the few-rows form sorts sixteen. */
+    const bool few = n_rows <= (ldlq ? FEW_ROWS_LDLQ : FEW_ROWS) && codec->recipe == OSCAR_RECIPE_DEFAULT;
+    return (few ? quantize_one_by_one : quantize_as_lanes)(&prepared, n_rows, x, x_stride, y, codes, params);
 }

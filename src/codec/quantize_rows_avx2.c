@@ -59,10 +59,28 @@ static inline lanes_mask lanes_le(lanes x, lanes y) {
 static inline uint32_t lanes_bits(lanes_mask x) {
     return (uint32_t)_mm256_movemask_ps(x.a) | (uint32_t)_mm256_movemask_ps(x.b) << 8;
 }
+static inline __m256 half_mask_of(uint32_t bits) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), bit), bit));
+}
+static inline lanes_mask lanes_mask_of(uint32_t bits) {
+    return (lanes){half_mask_of(bits), half_mask_of(bits >> 8)};
+}
+static inline lanes lanes_loadu(const float *p) { return (lanes){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline lanes lanes_pick(lanes x, int lane) {
+    const __m256 y = _mm256_permutevar8x32_ps(lane < 8 ? x.a : x.b, _mm256_set1_epi32(lane & 7));
+    return (lanes){y, y};
+}
+static inline lanes lanes_swap1(lanes x) { return (lanes){_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)}; }
+static inline lanes lanes_swap2(lanes x) { return (lanes){_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)}; }
+static inline lanes lanes_swap4(lanes x) {
+    return (lanes){_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+}
+static inline lanes lanes_swap8(lanes x) { return (lanes){x.b, x.a}; }
 static inline lanes lanes_select(lanes_mask mask, lanes x, lanes y) {
     return (lanes){_mm256_blendv_ps(y.a, x.a, mask.a), _mm256_blendv_ps(y.b, x.b, mask.b)};
 }
 
 #include "codec/quantize_rows.inc.h"
 
-const codec_ops codec_ops_avx2 = {"avx2", quantize_rows_lanes};
+const codec_ops codec_ops_avx2 = {"avx2", quantize_rows};

@@ -32,8 +32,15 @@ static inline lanes_mask lanes_lt(lanes a, lanes b) { return _mm512_cmp_ps_mask(
 static inline lanes_mask lanes_le(lanes a, lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
 static inline lanes_mask lanes_and(lanes_mask a, lanes_mask b) { return a & b; }
 static inline uint32_t lanes_bits(lanes_mask a) { return a; }
+static inline lanes_mask lanes_mask_of(uint32_t bits) { return (lanes_mask)bits; }
+static inline lanes lanes_loadu(const float *p) { return _mm512_loadu_ps(p); }
+static inline lanes lanes_pick(lanes a, int lane) { return _mm512_permutexvar_ps(_mm512_set1_epi32(lane), a); }
+static inline lanes lanes_swap1(lanes a) { return _mm512_permute_ps(a, 0xb1); }
+static inline lanes lanes_swap2(lanes a) { return _mm512_permute_ps(a, 0x4e); }
+static inline lanes lanes_swap4(lanes a) { return _mm512_shuffle_f32x4(a, a, 0xb1); }
+static inline lanes lanes_swap8(lanes a) { return _mm512_shuffle_f32x4(a, a, 0x4e); }
 static inline lanes lanes_select(lanes_mask mask, lanes a, lanes b) { return _mm512_mask_blend_ps(mask, b, a); }
 
 #include "codec/quantize_rows.inc.h"
 
-const codec_ops codec_ops_avx512 = {"avx512", quantize_rows_lanes};
+const codec_ops codec_ops_avx512 = {"avx512", quantize_rows};

@@ -78,6 +78,25 @@ static inline lanes_mask lanes_and(lanes_mask a, lanes_mask b) {
 static inline uint32_t lanes_bits(lanes_mask a) {
     return a;
 }
+static inline lanes_mask lanes_mask_of(uint32_t bits) {
+    return bits;
+}
+static inline lanes lanes_loadu(const float *p) {
+    return lanes_load(p);
+}
+static inline lanes lanes_pick(lanes a, int lane) {
+    return lanes_set1(a.f[lane]);
+}
+#define LANES_SWAP(n)                                                                              \
+    static inline lanes lanes_swap##n(lanes a) {                                                   \
+        lanes y;                                                                                   \
+        EACH y.f[l] = a.f[l ^ n];                                                                  \
+        return y;                                                                                  \
+    }
+LANES_SWAP(1)
+LANES_SWAP(2)
+LANES_SWAP(4)
+LANES_SWAP(8)
 static inline lanes lanes_select(lanes_mask mask, lanes a, lanes b) {
     EACH a.f[l] = mask >> l & 1 ? a.f[l] : b.f[l];
     return a;
@@ -85,4 +104,4 @@ static inline lanes lanes_select(lanes_mask mask, lanes a, lanes b) {
 
 #include "codec/quantize_rows.inc.h"
 
-const codec_ops codec_ops_ref = {"ref", quantize_rows_lanes};
+const codec_ops codec_ops_ref = {"ref", quantize_rows};
