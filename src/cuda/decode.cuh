@@ -287,19 +287,22 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
+    /* Asked for now, so that it is there when the output is written; a thread writes one channel only. */
+    const float own_mean =
+        p.v_mean_rotated ? __ldg(p.v_mean_rotated + to.head * C::D + threadIdx.x % C::D) : 0.0f;
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
     __syncthreads();
     weigh_warps<C>(merge_tables<C>(area), warp, lane);
     __syncthreads();
     if (base >= ctl.start && end <= ctl.end) {
-        finish_alone<C>(p, area, to);
+        finish_alone<C>(p, area, to, own_mean);
         return;
     }
     const int segment = ctl.place.seq * p.n_kv_heads * p.row_tiles + ctl.place.part;
     const int first = cta_of(base, ctl.total), n = cta_of(end - 1, ctl.total) - first + 1;
     if (leave_partial<C>(p, area, ctl.start >= base ? 0 : 1, segment, n, &ctl.last_flag))
-        finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
+        finish_partials<C>(p, area, to, own_mean, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
 }
 
 template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {

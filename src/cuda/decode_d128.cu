@@ -7,7 +7,9 @@ bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bi
     if (bulk) {
         switch (tile_rows) {
         case 4: return plan_kernel<Config<128, 4, 12, 3>>(plan, rows, capped, bias_steps);
-        case 8: return plan_kernel<Config<128, 8, 8, 5>>(plan, rows, capped, bias_steps);
+        case 8: /* a large table of the key bias takes the room of a stage */
+            return bias_steps > 4 ? plan_kernel<Config<128, 8, 8, 4>>(plan, rows, capped, bias_steps)
+                                  : plan_kernel<Config<128, 8, 8, 5>>(plan, rows, capped, bias_steps);
         case 12: return plan_kernel<Config<128, 12, 8, 4>>(plan, rows, capped, bias_steps);
         default: return plan_kernel<Config<128, 16, 8, 4>>(plan, rows, capped, bias_steps);
         }

@@ -145,7 +145,7 @@ DEVICE float normaliser(float max, float sum, const float *sink_logits, int q_he
 
 /* Rows in shared memory [n_rows, D], normalised, to the output: mean, turning back, conversion. */
 template <class C>
-DEVICE void write_rows(const DecodeParams &p, const float *rows, const Target &to) {
+DEVICE void write_rows(const DecodeParams &p, const float *rows, const Target &to, float own_mean) {
     const int n_q_heads = p.n_kv_heads * p.gqa;
     const float *mean = p.v_mean_rotated ? p.v_mean_rotated + to.head * C::D : nullptr;
     const float *back = p.v_rotation_t ? p.v_rotation_t + static_cast<size_t>(to.head) * C::D * C::D
@@ -159,7 +159,7 @@ DEVICE void write_rows(const DecodeParams &p, const float *rows, const Target &t
             for (int i = 0; i < C::D; i++)
                 x = fmaf(rows[row * C::D + i] + (mean ? mean[i] : 0.0f), __ldg(back + i * C::D + d), x);
         } else {
-            x = rows[e] + (mean ? mean[d] : 0.0f);
+            x = rows[e] + (C::THREADS % C::D == 0 || !mean ? own_mean : mean[d]);
         }
         const int token = r / p.gqa, head = to.head * p.gqa + r % p.gqa;
         const size_t at =
@@ -188,7 +188,7 @@ template <class C> DEVICE void put_fragment(float *rows, int e, const float4 &v,
 
 /* Sums n partials: the first in slot first_slot, the others in slots 2 (first_cta + k). */
 template <class C>
-__device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *area, Target to,
+__device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *area, Target to, float own_mean,
                                              int first_slot, int first_cta, int n) {
     using M = Merge<C>;
     float *rows = reinterpret_cast<float *>(area);
@@ -215,19 +215,22 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
             if (e0 == 0 && first == 0) {
 #pragma unroll 1
                 for (int row = warp; row < to.n_rows; row += C::WARPS) {
-                    float max = NO_MAXIMUM, sum_all = 0;
-#pragma unroll 1
-                    for (int c = lane; c < n; c += 32) {
+                    /* The first 32 are read once: each read is a trip through a busy cache. */
+                    auto stats_of = [&](int c) {
                         const size_t slot = c == 0 ? first_slot : 2 * (first_cta + c);
-                        max = fmaxf(max, __ldcg(p.partial_sums + slot * 16 + row).x);
-                    }
+                        return __ldcg(p.partial_sums + slot * 16 + row);
+                    };
+                    const float2 own = lane < n ? stats_of(lane) : make_float2(NO_MAXIMUM, 0.0f);
+                    float max = own.x;
+#pragma unroll 1
+                    for (int c = lane + 32; c < n; c += 32) max = fmaxf(max, stats_of(c).x);
 #pragma unroll
                     for (int d = 1; d < 32; d <<= 1)
                         max = fmaxf(max, __shfl_xor_sync(FULL_WARP, max, d));
+                    float sum_all = 0;
 #pragma unroll 1
                     for (int c = lane; c < n; c += 32) {
-                        const size_t slot = c == 0 ? first_slot : 2 * (first_cta + c);
-                        const float2 x = __ldcg(p.partial_sums + slot * 16 + row);
+                        const float2 x = c == lane ? own : stats_of(c);
                         const float f = exp2_fast(x.x - max);
                         weights[c * 16 + row] = f;
                         sum_all = fmaf(f, x.y, sum_all);
@@ -259,12 +262,12 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
         if (active) put_fragment<C>(rows, e, sum, to.n_rows);
     }
     __syncthreads();
-    write_rows<C>(p, rows, to);
+    write_rows<C>(p, rows, to, own_mean);
 }
 
 /* The whole segment was this CTA's: normalise and write. */
 template <class C>
-__device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, Target to) {
+__device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, Target to, float own_mean) {
     using M = Merge<C>;
     const MergeTables<C> table = merge_tables<C>(area);
     constexpr int ROUNDS = (M::FRAGMENTS + C::THREADS - 1) / C::THREADS;
@@ -291,7 +294,7 @@ __device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, 
         if (e < M::FRAGMENTS) put_fragment<C>(rows, e, value[k], to.n_rows);
     }
     __syncthreads();
-    write_rows<C>(p, rows, to);
+    write_rows<C>(p, rows, to, own_mean);
 }
 
 /* This CTA's part of a shared segment to the workspace; slot 0 of a CTA is a segment that began
