@@ -101,6 +101,7 @@ static struct llama_context *give_up(struct llama_model *model, const struct lla
 }
 
 EXPORT struct llama_context *llama_init_from_model(struct llama_model *model, struct llama_context_params params) {
+    atomic_store(&interposed_used, true);
     fill_inner();
     /* Embedding and drafting contexts keep next to nothing. */
     if (!model || params.embeddings || params.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || params.ctx_other)

@@ -9,6 +9,8 @@
 interposed interposed_table[INTERPOSED_COUNT] = {INTERPOSED(INTERPOSED_ENTRY)};
 #undef INTERPOSED_ENTRY
 
+atomic_bool interposed_used;
+
 const passed_through passed_through_table[] = {
     {"llama_get_memory", "the real pointer: batches store it, and the layer is found by it"},
     {"llama_get_model", "the model is the caller's"},
@@ -56,12 +58,28 @@ const passed_through passed_through_table[] = {
     {NULL, NULL},
 };
 
+/* libllama opened by dlopen(), as Python's ctypes does: it is not behind this library in any order of
+ * search, and the program's own calls do not come here, only some that libllama makes itself. Unless
+ * a context was asked for here (through a front library, see docs/SERVER.md) nobody uses our cache,
+ * which must not go unnoticed. */
+static void *opened_later(const interposed *entry) {
+    static atomic_bool told;
+    /* Global from now on: the functions that this layer calls and does not replace are found there. */
+    void *library = dlopen("libllama.so.0", RTLD_LAZY | RTLD_NOLOAD | RTLD_GLOBAL);
+    void *real = library ? dlsym(library, entry->name) : NULL;
+    if (real && !atomic_load(&interposed_used) && !atomic_exchange(&told, true))
+        interpose_log(NULL, "libllama was opened by dlopen() (Python's ctypes?): its contexts are NOT on this cache; "
+                            "see \"Python\" in docs/SERVER.md");
+    return real;
+}
+
 void *interposed_real(int id) {
     interposed *entry = &interposed_table[id];
     if (!entry->real) entry->real = dlsym(RTLD_NEXT, entry->name);
+    if (!entry->real) entry->real = opened_later(entry);
     if (!entry->real) {
-        /* The wrapper was called, so a libllama exists, but not behind this library: there is no
-         * answer to give. */
+        /* The wrapper was called, so a libllama exists, but under another name: there is no answer
+         * to give. */
         fprintf(stderr, "oscar: %s: not found after liboscar-llama.so; preload it before libllama\n", entry->name);
         abort();
     }

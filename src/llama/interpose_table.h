@@ -83,6 +83,9 @@ extern const passed_through passed_through_table[]; /* ends with a NULL name */
 void *interposed_real(int id);
 #define REAL(function) ((__typeof__(&function))interposed_real(ID_##function))
 
+/* The program's own calls come here: it asked for a context. */
+extern atomic_bool interposed_used;
+
 /* What a wrapper has to say, on standard error. */
 void interpose_log(void *user, const char *line);
 
