@@ -11,6 +11,7 @@
  *            [recent_low, n_tokens) below n_tokens: [head_dim] bf16
  *   check    XXH3-64 of everything before it
  */
+#include <assert.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
@@ -116,28 +117,35 @@ size_t oscar_seq_save_bytes(const oscar_cache *cache, int32_t seq) {
 /* ------------------------------------------------------------------------------------------- rows */
 
 static size_t pack_row(const page_side *side, const uint8_t *codes, const uint16_t *params, uint8_t *out) {
-    size_t n = (size_t)side->bits * (size_t)side->head_dim / 8;
-    memset(out, 0, n);
-    for (int32_t i = 0; i < side->head_dim; i++)
-        for (int32_t k = 0; k < side->bits; k++) {
-            size_t bit = (size_t)i * (size_t)side->bits + (size_t)k;
-            out[bit / 8] |= (uint8_t)((codes[i] >> k & 1) << (bit % 8));
-        }
+    uint32_t pending = 0; /* codes not written yet, from the lowest bit up */
+    int32_t n_pending = 0, n = 0;
+    for (int32_t i = 0; i < side->head_dim; i++) {
+        pending |= (uint32_t)codes[i] << n_pending;
+        n_pending += side->bits;
+        if (n_pending < 8) continue;
+        out[n++] = (uint8_t)pending;
+        pending >>= 8;
+        n_pending -= 8;
+    }
+    assert(n_pending == 0); /* head_dim is a multiple of 16 */
     memcpy(out + n, params, (size_t)side->n_groups * 4);
-    return n + (size_t)side->n_groups * 4;
+    return (size_t)n + (size_t)side->n_groups * 4;
 }
 
 static size_t unpack_row(const page_side *side, const uint8_t *in, uint8_t *codes, uint16_t *params) {
-    size_t n = (size_t)side->bits * (size_t)side->head_dim / 8;
+    uint32_t pending = 0, mask = (1u << side->bits) - 1;
+    int32_t n_pending = 0, n = 0;
     for (int32_t i = 0; i < side->head_dim; i++) {
-        codes[i] = 0;
-        for (int32_t k = 0; k < side->bits; k++) {
-            size_t bit = (size_t)i * (size_t)side->bits + (size_t)k;
-            codes[i] |= (uint8_t)((in[bit / 8] >> (bit % 8) & 1) << k);
+        if (n_pending < side->bits) {
+            pending |= (uint32_t)in[n++] << n_pending;
+            n_pending += 8;
         }
+        codes[i] = (uint8_t)(pending & mask);
+        pending >>= side->bits;
+        n_pending -= side->bits;
     }
     memcpy(params, in + n, (size_t)side->n_groups * 4);
-    return n + (size_t)side->n_groups * 4;
+    return (size_t)n + (size_t)side->n_groups * 4;
 }
 
 /* One history row between its page and the saved form. Returns the bytes it takes there. */
