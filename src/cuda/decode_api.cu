@@ -7,10 +7,9 @@
 
 static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
-    const int bits = layer->bits_k > layer->bits_v ? layer->bits_k : layer->bits_v;
-    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, capped, bits, layer->bias_steps)
-              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, capped, bits, layer->bias_steps)
-                                       : decode_plan_d256(plan, rows, layer->bulk, capped, bits, layer->bias_steps);
+    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, capped, layer->bias_steps)
+              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, capped, layer->bias_steps)
+                                       : decode_plan_d256(plan, rows, layer->bulk, capped, layer->bias_steps);
     if (!ok || plan->shared_bytes > (size_t)layer->shared_max) return false;
     /* One CTA a multiprocessor; a whole number a segment when that leaves few idle, so that no CTA
      * has to merge twice. */
@@ -110,8 +109,6 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.ring = layer->ring;
     p.window = layer->window;
     p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
-    p.bits_k = layer->bits_k;
-    p.bits_v = layer->bits_v;
     p.bias_steps = layer->bias_steps;
     p.bias_split_steps = layer->bias_split_steps;
     p.q_is_bf16 = a->q_dtype == OSCAR_DTYPE_BF16;

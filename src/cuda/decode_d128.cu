@@ -1,8 +1,7 @@
 /* decode_d128.cu - decode kernels of head_dim 128. */
 #include "decode_launch.cuh"
 
-bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps) {
-    (void)bits;
+bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps) {
     const int tile_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : rows <= 12 ? 12 : 16;
     if (bulk) {
         switch (tile_rows) {

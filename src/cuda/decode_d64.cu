@@ -1,8 +1,7 @@
 /* decode_d64.cu - decode kernels of head_dim 64. */
 #include "decode_launch.cuh"
 
-bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps) {
-    (void)bits;
+bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps) {
     if (bulk) {
         if (rows <= 4) return plan_kernel<Config<64, 4, 16, 4>>(plan, rows, capped, bias_steps);
         if (rows <= 8) return plan_kernel<Config<64, 8, 16, 4>>(plan, rows, capped, bias_steps);

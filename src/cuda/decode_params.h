@@ -42,7 +42,7 @@ typedef struct DecodeParams {
     int table_stride;
     int n_seqs, n_q_tokens, n_kv_heads, gqa, row_tiles;
     int sink, sink8, recent, ring, window;
-    int tile_bytes, bits_k, bits_v;
+    int tile_bytes;
     int bias_steps, bias_split_steps; /* steps of 8 pairs; the first so many need all products */
     int q_is_bf16;
     int out_dtype; /* oscar_dtype */
@@ -61,9 +61,9 @@ typedef struct DecodePlan {
 } DecodePlan;
 
 /* bulk: the device has bulk copies (compute capability 9.0 and later). capped: with a soft cap.
- * bits: the larger of the key's and the value's. Returns false when nothing fits. */
-bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
-bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
-bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool capped, int bits, int bias_steps);
+ * bias_steps: 8 tracked pairs each. Returns false when nothing fits. */
+bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
+bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
+bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
 
 #endif
