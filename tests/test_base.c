@@ -144,6 +144,8 @@ static void isa_bits(void **state) {
     const uint32_t leaf1 = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;
     const uint32_t avx2 = 1u << 5, avx512 = avx2 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0xe7), ISA_AVX512);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, 0xe7), ISA_AVX512VNNI);
+    assert_int_equal(isa_from_cpuid(leaf1, avx2, 1u << 11, 0xe7), ISA_AVX2);
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0x07), ISA_AVX2);
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0x67), ISA_AVX2); /* upper zmm not saved */
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0x03), ISA_REF);
@@ -162,7 +164,7 @@ static void isa_selection(void **state) {
     unsetenv("OSCAR_ISA");
     assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);
     const isa best = isa_current();
-    const char *const names[] = {"ref", "avx2", "avx512"};
+    const char *const names[] = {"ref", "avx2", "avx512", "avx512vnni"};
     for (int i = 0; i < ISA_COUNT; i++) {
         oscar_status status = oscar_isa_select(names[i]);
         assert_int_equal(status, i <= (int)best ? OSCAR_OK : OSCAR_ERROR_UNSUPPORTED);

@@ -3,6 +3,11 @@
 
 #define MAX_TOKENS 1024
 
+/* What the same tokens may differ by, of the outputs' rms, when they are cut otherwise into steps.
+ * Plain C goes through tiles always: sums in another order. Elsewhere a few rows go through the codes,
+ * with queries and weights rounded to 16 bits, many rows through tiles; the worst of 100,000 numbers. */
+static double cut_error(void) { return attn_decode_current() ? 5e-3 : 1e-4; }
+
 /* A layer, random tokens for it, and a cache. */
 typedef struct fixture {
     oscar_layer layer;
@@ -195,7 +200,7 @@ static void test_chunking(void **state) {
         assert_same_rows(one.cache, 0, f.cache, 0, N);
         double e = worst_error(out, want, N * q_floats(&f));
         printf("chunks of %d: %.2e\n", ways[w][0], e);
-        assert_true(e < 1e-4);
+        assert_true(e < cut_error());
         teardown(&f);
     }
     free(want);
@@ -241,7 +246,7 @@ static void test_mixed_batch(void **state) {
         assert_int_equal(oscar_seq_advance(mixed.cache, 1, CHUNK, &error), OSCAR_OK);
         assert_int_equal(oscar_seq_advance(mixed.cache, 2, CHUNK, &error), OSCAR_OK);
         for (int i = 0; i < CHUNK; i++)
-            assert_true(worst_error(out + (size_t)(2 * i) * qf, want + (size_t)(at + i) * qf, qf) < 1e-4);
+            assert_true(worst_error(out + (size_t)(2 * i) * qf, want + (size_t)(at + i) * qf, qf) < cut_error());
     }
     assert_same_rows(alone.cache, 0, mixed.cache, 1, N);
     free(want), free(out), free(q), free(k), free(v);
@@ -335,9 +340,9 @@ static void test_rollback_and_fork(void **state) {
     assert_int_equal(missing, 0);
     assert_int_equal(oscar_seq_fork(f.cache, 1, 0, 290, &error), OSCAR_OK);
     feed_chunks(&f, 0, 300, N, (int[]){90, 1, 0}, out);
-    assert_true(worst_error(out, want + 300 * qf, 200 * qf) < 1e-4);
+    assert_true(worst_error(out, want + 300 * qf, 200 * qf) < cut_error());
     feed_chunks(&f, 1, 290, N, (int[]){33, 0}, out);
-    assert_true(worst_error(out, want + 290 * qf, 210 * qf) < 1e-4);
+    assert_true(worst_error(out, want + 290 * qf, 210 * qf) < cut_error());
     assert_same_rows(plain.cache, 0, f.cache, 0, N);
     assert_same_rows(plain.cache, 0, f.cache, 1, N);
 
@@ -376,13 +381,13 @@ static void test_deep_rollback(void **state) {
     assert_int_equal(missing, SMALL.recent - 1);
     feed_chunks(&f, 0, 200, 400, (int[]){10, 0}, out);
     assert_true(worst_error(out, want + 200 * qf, qf) > 1e-4); /* the first sees fewer BF16 rows */
-    assert_true(worst_error(out + 24 * qf, want + 224 * qf, 176 * qf) < 1e-4);
+    assert_true(worst_error(out + 24 * qf, want + 224 * qf, 176 * qf) < cut_error());
     assert_same_rows(plain.cache, 0, f.cache, 0, 400);
     /* Back into the sink: nothing is missing. */
     assert_int_equal(oscar_seq_truncate(f.cache, 0, 3, &missing, &error), OSCAR_OK);
     assert_int_equal(missing, 0);
     feed_chunks(&f, 0, 3, 300, (int[]){50, 0}, out);
-    assert_true(worst_error(out, want + 3 * qf, 297 * qf) < 1e-4);
+    assert_true(worst_error(out, want + 3 * qf, 297 * qf) < cut_error());
     free(want), free(out);
     teardown(&plain);
     teardown(&f);
@@ -583,10 +588,10 @@ static void test_shared_tokens(void **state) {
     step.logit_scale = 1.0f / sqrtf(32.0f);
     assert_int_equal(oscar_cache_attend(f.cache, 0, &step, &error), OSCAR_OK);
     for (int s = 0; s < 3; s++) oscar_seq_advance(f.cache, s, 100, &error);
-    assert_true(worst_error(out, want, 100 * qf) < 1e-4);
+    assert_true(worst_error(out, want, 100 * qf) < cut_error());
     for (int s = 0; s < 3; s++) {
         feed_chunks(&f, s, 100, 200, (int[]){40, 0}, out);
-        assert_true(worst_error(out, want + 100 * qf, 100 * qf) < 1e-4);
+        assert_true(worst_error(out, want + 100 * qf, 100 * qf) < cut_error());
         assert_same_rows(plain.cache, 0, f.cache, s, 200);
     }
     free(want), free(out);
@@ -618,7 +623,7 @@ static void test_save_and_restore(void **state) {
         feed_chunks(&g, 1, 300, 390, (int[]){30, 0}, out);
         assert_int_equal(oscar_seq_truncate(g.cache, 1, 380, NULL, &error), OSCAR_OK);
         feed_chunks(&g, 1, 380, 400, (int[]){30, 0}, out + 80 * qf);
-        assert_true(worst_error(out, want, 100 * qf) < 1e-4);
+        assert_true(worst_error(out, want, 100 * qf) < cut_error());
 
         /* Flips and cuts: a spread of bytes, all of the header. */
         for (size_t i = 0; i < n; i += i < 72 ? 1 : 997) {
@@ -698,5 +703,9 @@ int main(void) {
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_shared_tokens),
         cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    oscar_isa_select("ref");
+    int failed = cmocka_run_group_tests_name("plain C", tests, NULL, NULL);
+    oscar_isa_select(NULL);
+    if (isa_current() == ISA_REF) return failed;
+    return failed + cmocka_run_group_tests_name("this machine's best", tests, NULL, NULL);
 }

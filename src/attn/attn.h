@@ -46,7 +46,48 @@ typedef struct attn_ops {
      * overlap; any n_rows, rows as independent as above. */
     void (*rotate)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
                    int64_t x_stride, float *y, int64_t y_stride);
+    /* The tracked pairs of every query turned back by a page's start: for pair p of row r,
+     * x = pairs[r][0][p], y = pairs[r][1][p] ([n_rows, 2, n_pairs]),
+     * q[head_dim + 2 p] = x cos[p] + y sin[p], q[head_dim + 2 p + 1] = y cos[p] - x sin[p]. */
+    void (*turn)(attn_rows *rows, int32_t n_pairs, const float *pairs, const float *cosines,
+                 const float *sines);
 } attn_ops;
+
+/* Decode: a few rows against quantised pages by integer dot products on the codes, without
+ * unpacking them to floats. Queries and weights are rounded to 15 bits and a sign, of the row's
+ * largest magnitude (weights: of the page's), and go through as a high and a low byte; everything
+ * else is float. So results agree with the tiles to about 3e-5, not to the bit. */
+#define ATTN_DECODE_ROWS 16
+
+typedef struct attn_decode {
+    /* Set by the caller. */
+    attn_rows *rows; /* at most ATTN_DECODE_ROWS */
+    const page_side *k_side, *v_side;
+    const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys */
+    /* Set by begin. */
+    float q_scale[ATTN_DECODE_ROWS];
+    float q_sum[ATTN_DECODE_ROWS][CODEC_MAX_GROUPS]; /* of the rounded query over a group */
+    _Alignas(64) int8_t q_bytes[ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
+    /* Of the page in hand. */
+    float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
+    float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
+    float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
+    _Alignas(64) int8_t p_bytes[ATTN_DECODE_ROWS][2][64]; /* high, low */
+} attn_decode;
+
+typedef struct attn_decode_ops {
+    const char *name;
+    /* Takes the rotated queries over from rows->q; call it after they were written. */
+    void (*begin)(attn_decode *decode);
+    /* One page, as attn_ops.tile: keys and values point to the page sides. */
+    void (*page)(attn_decode *decode, const uint8_t *keys, const uint8_t *values, uint64_t valid,
+                 const uint64_t *masks);
+} attn_decode_ops;
+
+extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
+extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
+/* The one of isa_current(); NULL where tiles are all there is. */
+const attn_decode_ops *attn_decode_current(void);
 
 extern const attn_ops attn_ops_ref;
 extern const attn_ops attn_ops_avx2;   /* in x86-64 builds */

@@ -134,6 +134,18 @@ static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float
     }
 }
 
+static void turn(attn_rows *rows, int32_t n_pairs, const float *pairs, const float *cosines,
+                 const float *sines) {
+    for (int r = 0; r < rows->n_rows; r++, pairs += 2 * n_pairs) {
+        float *out = rows->q + (int64_t)r * rows->q_dim + rows->head_dim;
+        for (int p = 0; p < n_pairs; p++) {
+            float x = pairs[p], y = pairs[n_pairs + p];
+            out[2 * p] = x * cosines[p] + y * sines[p];
+            out[2 * p + 1] = y * cosines[p] - x * sines[p];
+        }
+    }
+}
+
 const attn_ops attn_ops_ref = {
     .name = "ref",
     .unpack_keys = unpack_keys,
@@ -142,4 +154,5 @@ const attn_ops attn_ops_ref = {
     .widen_values = widen_values,
     .tile = tile,
     .rotate = rotate,
+    .turn = turn,
 };

@@ -26,7 +26,7 @@ static inline bool size_mul(size_t a, size_t b, size_t *out) { return !__builtin
 static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin_add_overflow(a, b, out); }
 
 /* The instruction sets that have code of their own, in rising order. */
-typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_COUNT } isa;
+typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_AVX512VNNI = 3, ISA_COUNT } isa;
 /* The one in use: what CPUID and XCR0 allow, or what OSCAR_ISA or oscar_isa_select() force. An
  * OSCAR_ISA that this machine cannot run changes nothing; oscar_isa_name() tells. */
 isa isa_current(void);

@@ -9,20 +9,20 @@
 #include <cpuid.h>
 #endif
 
-static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512"};
+static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0) {
-    (void)leaf7_ecx; /* no path needs a feature of this register yet */
     const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
     const uint32_t avx2 = 1u << 5;
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
+    const uint32_t vnni = 1u << 11; /* of leaf 7's ECX */
     const uint32_t leaf1 = fma | osxsave | avx | f16c;
     /* The operating system must save the registers too, or the first use is a fault: XCR0 bits 1-2
      * are xmm and ymm, 5-7 the mask registers and zmm. */
     if ((leaf1_ecx & leaf1) != leaf1 || !(leaf7_ebx & avx2) || (xcr0 & 0x6) != 0x6) return ISA_REF;
     if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6) return ISA_AVX2;
-    return ISA_AVX512;
+    return leaf7_ecx & vnni ? ISA_AVX512VNNI : ISA_AVX512;
 }
 
 static isa isa_best(void) {

@@ -61,24 +61,35 @@ static void rotate_queries(const oscar_cache *cache, const step_block *block, in
     if (u) ops->rotate(d, u, rows->n_rows, plain, d, rows->q, rows->q_dim);
 }
 
+/* The tracked pairs of every query, side by side. */
+static void gather_pairs(const oscar_cache *cache, const step_block *block, int32_t head, const attn_rows *rows,
+                         float *pairs) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const rope_table *rope = &cache->ropes[layer->rope];
+    const int32_t *tracked = layer->fit->tracked + head * layer->n_tracked;
+    bool adjacent = rope->rope.layout == OSCAR_ROPE_ADJACENT;
+    for (int32_t r = 0; r < rows->n_rows; r++, pairs += 2 * layer->n_tracked) {
+        const float *q = query_row(cache, block, head, r);
+        for (int32_t p = 0; p < layer->n_tracked; p++) {
+            int32_t f = tracked[p];
+            pairs[p] = q[adjacent ? 2 * f : f];
+            pairs[layer->n_tracked + p] = q[adjacent ? 2 * f + 1 : f + rope->n_pairs];
+        }
+    }
+}
+
 /* The tracked pairs of every query turned back by the start of page b. */
-static void turn_queries(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, attn_rows *rows) {
+static void turn_queries(const oscar_cache *cache, int32_t head, int32_t b, attn_rows *rows, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
     const rope_table *rope = &cache->ropes[layer->rope];
     const float *cosines = rope->page_cos + (size_t)b * (size_t)rope->n_pairs;
     const float *sines = rope->page_sin + (size_t)b * (size_t)rope->n_pairs;
     const int32_t *tracked = layer->fit->tracked + head * layer->n_tracked;
-    bool adjacent = rope->rope.layout == OSCAR_ROPE_ADJACENT;
-    for (int32_t r = 0; r < rows->n_rows; r++) {
-        const float *q = query_row(cache, block, head, r);
-        float *out = rows->q + (size_t)r * (size_t)rows->q_dim + rows->head_dim;
-        for (int32_t p = 0; p < layer->n_tracked; p++) {
-            int32_t f = tracked[p];
-            float x = q[adjacent ? 2 * f : f], y = q[adjacent ? 2 * f + 1 : f + rope->n_pairs];
-            out[2 * p] = x * cosines[f] + y * sines[f];
-            out[2 * p + 1] = y * cosines[f] - x * sines[f];
-        }
+    for (int32_t p = 0; p < layer->n_tracked; p++) {
+        scratch->cosines[p] = cosines[tracked[p]];
+        scratch->sines[p] = sines[tracked[p]];
     }
+    attn_ops_current()->turn(rows, layer->n_tracked, scratch->pairs, scratch->cosines, scratch->sines);
 }
 
 /* Float pages: whole ones in place, the written part of the last one copied. */
@@ -102,6 +113,39 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     attn_ops_current()->tile(rows, keys, values, masks);
 }
 
+/* The kernels that work on the codes; NULL: pages go through floats. */
+static const attn_decode_ops *decode_ops(const oscar_cache *cache, const attn_rows *rows) {
+    bool floats = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+    return floats || rows->n_rows > ATTN_DECODE_ROWS ? NULL : attn_decode_current();
+}
+
+/* Once for the pages of a piece: what does not change from page to page. */
+static void begin_pages(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
+                        thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    size_t table = 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS;
+    const float *bias = layer->bias_table + (size_t)head * table;
+    if (layer->n_tracked) {
+        memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
+        gather_pairs(cache, block, head, rows, scratch->pairs);
+    }
+    if (!decode_ops(cache, rows)) return;
+    scratch->decode->rows = rows;
+    scratch->decode->k_side = &layer->k_side;
+    scratch->decode->v_side = &layer->v_side;
+    scratch->decode->bias_table = bias;
+    decode_ops(cache, rows)->begin(scratch->decode);
+}
+
+/* Asks for the next page: pages lie anywhere in memory, so the
+ * processor cannot know. */
+static void prefetch_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const uint8_t *base =
+        layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
+    for (size_t i = 0; i < layer->history_head_bytes; i += 64) __builtin_prefetch(base + i);
+}
+
 static void history_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
                          attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
@@ -109,8 +153,12 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
         exact_tile(cache, block, head, b, valid, rows, masks, scratch);
         return;
     }
-    const attn_ops *ops = attn_ops_current();
     uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
+    if (decode_ops(cache, rows)) {
+        decode_ops(cache, rows)->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
+        return;
+    }
+    const attn_ops *ops = attn_ops_current();
     ops->unpack_keys(&layer->k_side, base, valid, scratch->keys);
     ops->unpack_values(&layer->v_side, base + layer->history_value_offset, valid, scratch->values);
     ops->tile(rows, scratch->keys, scratch->values, masks);
@@ -131,10 +179,8 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
-    if (layer->n_tracked)
-        memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS,
-               layer->bias_table + (size_t)head * 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS,
-               sizeof(float) * 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS);
+    begin_pages(cache, block, head, rows, scratch);
+    bool prefetch = decode_ops(cache, rows) != NULL;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
         for (int32_t i = 0; i < block->count; i++) {
@@ -148,7 +194,8 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
             any_near |= near;
         }
         if (!(any_far | any_near)) continue;
-        if (layer->n_tracked) turn_queries(cache, block, head, b, rows);
+        if (prefetch && b + 1 < end) prefetch_history(cache, block, head, b + 1);
+        if (layer->n_tracked) turn_queries(cache, head, b, rows, scratch);
         if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }

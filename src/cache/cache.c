@@ -330,6 +330,10 @@ static thread_scratch arrange_thread(arena *a, size_t d, size_t q_dim) {
     t.logits = arena_take(a, ATTN_ROWS_MAX * OSCAR_PAGE_TOKENS, sizeof(float));
     t.far = arena_take(a, ATTN_ROWS_MAX, sizeof(uint64_t));
     t.near = arena_take(a, ATTN_ROWS_MAX, sizeof(uint64_t));
+    t.pairs = arena_take(a, ATTN_ROWS_MAX * q_dim, sizeof(float));
+    t.cosines = arena_take(a, q_dim, sizeof(float));
+    t.sines = arena_take(a, q_dim, sizeof(float));
+    t.decode = arena_take(a, 1, sizeof(attn_decode));
     t.rows = arena_take(a, CODEC_LANES * d, sizeof(float));
     t.rotated = arena_take(a, CODEC_LANES * d, sizeof(float));
     return t;

@@ -105,6 +105,9 @@ typedef struct thread_scratch {
     float *out;       /* [ATTN_ROWS_MAX, d] */
     float *logits;    /* [ATTN_ROWS_MAX, 64] */
     uint64_t *far, *near; /* [ATTN_ROWS_MAX] masks */
+    float *pairs;     /* [ATTN_ROWS_MAX, 2, n_tracked] tracked pairs of the queries, not turned */
+    float *cosines, *sines; /* [n_tracked] of a page's start */
+    attn_decode *decode;
     float *rows;      /* [CODEC_LANES, d] */
     float *rotated;   /* [CODEC_LANES, d] */
 } thread_scratch;

@@ -1,0 +1,321 @@
+/*
+ * attn_decode_x86.h - decode attention on the codes, in terms of a vector and of a dot product of
+ * bytes; attn.h says what it computes.
+ *
+ * Keys: a 32-bit lane is a token and holds four channels of a quad, so q.c is one dot product of
+ * unsigned codes with four bytes of q, the same in all lanes. Values: a lane is a channel and holds
+ * four tokens; the other factor is four weights. Both are the loop dots() below. With x^ = m + s c,
+ *   q.x^_t = s_t (q.c_t) + m_t sum(q),   sum_t p_t x^_t = sum_t (p_t s_t) c_t + sum_t p_t m_t.
+ *
+ * The including file defines, after attn_vec_*.h:
+ *   DOT_ROWS              rows of the highest register block
+ *   dot_vecs(n_rows)      vectors of such a block, a power of two
+ *   DOT_UNITS(bits)       units of 16 channels or tokens that accumulators take without overflow
+ *   dot_add(acc, codes, bytes), dot_total(high, low)
+ *                         acc + dot products of four bytes a lane; 256 high + low as 32-bit lanes
+ *   ATTN_DECODE_TABLE, ATTN_DECODE_NAME
+ */
+#ifndef OSCAR_ATTN_DECODE_X86_H
+#define OSCAR_ATTN_DECODE_X86_H
+
+#include "attn/attn_softmax_x86.h"
+
+#include <assert.h>
+
+/* The largest magnitude as an integer: 127 high bytes, and a low byte of at most 127. */
+#define BYTES_MAX 32512.0f
+/* Bytes from a 64-byte block's start to vector v of it, and between vectors of one register block:
+ * blocks of a tile row lie a stride apart, and an AVX2 vector is half a block. */
+#define VEC_BYTES (4 * LANES)
+
+/* One plane or two of codes, from the first vector of a register block on. A unit is 16 channels
+ * (keys) or tokens (values). */
+typedef struct code_plane {
+    const uint8_t *low, *high;
+    int64_t unit, high_unit; /* bytes to the next unit; high: of a second plane of 3 bits two units */
+    int64_t vec, high_vec;   /* bytes to the next vector */
+} code_plane;
+
+typedef struct dot_sums {
+    vi high[DOT_ROWS][4], low[DOT_ROWS][4];
+} dot_sums;
+
+/* For every vector (r, v) of a register block. */
+#define FOR_DOTS                                                                                   \
+    UNROLL for (int r = 0; r < DOT_ROWS; r++)                                                      \
+        UNROLL for (int v = 0; v < 4; v++)                                                         \
+            if (r < n_rows && v < n_vecs)
+
+/* The codes of quad f as bytes. high: the word of the second plane, shifted to this unit's half. */
+INLINE vi quad_codes(const int bits, const int f, vi word, vi high) {
+    vi codes = vi_and(f ? vi_shr(word, 2 * f) : word, vi_set1(0x03030303));
+    if (bits == 3) {
+        vi bit = f < 2 ? vi_shl(high, 2 - f) : vi_shr(high, f - 2);
+        codes = vi_or(codes, vi_and(bit, vi_set1(0x04040404)));
+    } else if (bits == 4) {
+        vi pair = f < 1 ? vi_shl(high, 2) : vi_shr(high, 2 * f - 2);
+        codes = vi_or(codes, vi_and(pair, vi_set1(0x0c0c0c0c)));
+    }
+    return codes;
+}
+
+INLINE vi load_bytes(const int8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return vi_set1(x);
+}
+
+/* sums = dot products of units [unit, end) with bytes [n_rows][2][row_bytes]. */
+INLINE void dots(const int bits, const int n_rows, const int n_vecs, const code_plane *plane, int unit, int end,
+                 const int8_t *bytes, const int row_bytes, dot_sums *sums) {
+    FOR_DOTS sums->high[r][v] = sums->low[r][v] = vi_zero();
+    const uint8_t *low = plane->low + unit * plane->unit;
+    bytes += 16 * unit;
+    for (; unit < end; unit++, low += plane->unit, bytes += 16) {
+        const uint8_t *high = low;
+        if (bits == 3) high = plane->high + unit / 2 * plane->high_unit;
+        if (bits == 4) high = plane->high + unit * plane->high_unit;
+        UNROLL for (int f = 0; f < 4; f++) {
+            vi codes[4];
+            UNROLL for (int v = 0; v < 4; v++) {
+                codes[v] = vi_zero();
+                if (v >= n_vecs) continue;
+                vi second = bits > 2 ? vi_load(high + v * plane->high_vec) : vi_zero();
+                if (bits == 3) second = vi_shr(second, 4 * (unit & 1));
+                codes[v] = quad_codes(bits, f, vi_load(low + v * plane->vec), second);
+            }
+            UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+                if (r >= n_rows) continue;
+                const int8_t *at = bytes + 2 * row_bytes * r + 4 * f;
+                vi high_byte = load_bytes(at), low_byte = load_bytes(at + row_bytes);
+                UNROLL for (int v = 0; v < 4; v++)
+                    if (v < n_vecs) sums->high[r][v] = dot_add(sums->high[r][v], codes[v], high_byte);
+                UNROLL for (int v = 0; v < 4; v++)
+                    if (v < n_vecs) sums->low[r][v] = dot_add(sums->low[r][v], codes[v], low_byte);
+            }
+        }
+    }
+}
+
+/* --- keys ----------------------------------------------------------------------------------- */
+
+/* Vector `vec` of the tokens of a key side. */
+INLINE code_plane key_plane(const int bits, const page_side *side, const uint8_t *page, int vec) {
+    int64_t n_blocks = side->head_dim / 16, n_high = bits == 3 ? (n_blocks + 1) / 2 : n_blocks;
+    int64_t tile = vec / UNIT_VECS, part = vec % UNIT_VECS * VEC_BYTES;
+    return (code_plane){
+        .low = page + tile * n_blocks * 64 + part,
+        .high = page + side->high_offset + tile * n_high * 64 + part,
+        .unit = 64,
+        .high_unit = 64,
+        .vec = UNIT_VECS == 1 ? n_blocks * 64 : VEC_BYTES,
+        .high_vec = UNIT_VECS == 1 ? n_high * 64 : VEC_BYTES,
+    };
+}
+
+/* logits[r][64] = q.x^ of n_rows rows from r0 on. */
+INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, const uint8_t *page, uint64_t valid) {
+    const page_side *side = d->k_side;
+    const int n_vecs = dot_vecs(n_rows), units = side->group / 16;
+    float *logits = d->rows->logits + (int64_t)r0 * TILE;
+    for (int vec = 0; vec < TILE_VECS; vec += n_vecs) {
+        code_plane plane = key_plane(bits, side, page, vec);
+        for (int g = 0; g < side->n_groups; g++) {
+            const uint8_t *params = page + side->params_offset + g * 256;
+            for (int unit = 0; unit < units; unit += DOT_UNITS(bits)) {
+                int first = g * units + unit, n = units - unit < DOT_UNITS(bits) ? units - unit : DOT_UNITS(bits);
+                dot_sums sums;
+                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[r0][0], OSCAR_MAX_HEAD_DIM, &sums);
+                UNROLL for (int v = 0; v < 4; v++) {
+                    if (v >= n_vecs) continue;
+                    vf step, offset;
+                    load_params(params, (vec + v) * LANES, valid, &step, &offset);
+                    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+                        if (r >= n_rows) continue;
+                        float *out = logits + r * TILE + (vec + v) * LANES;
+                        vf x = first == 0 ? vf_zero() : vf_load(out);
+                        if (unit == 0) x = vf_fma(offset, vf_set1(d->q_sum[r0 + r][g]), x);
+                        vf sum = vf_from_int(dot_total(sums.high[r][v], sums.low[r][v]));
+                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[r0 + r])), sum, x));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* logits += turned query times the constant rows, two vectors of tokens at a time. */
+INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
+    enum { N = 2 };
+    const attn_rows *rows = d->rows;
+    const float *q = rows->q + (int64_t)r0 * rows->q_dim + rows->head_dim;
+    const int n_k = rows->q_dim - rows->head_dim;
+    const int64_t stride = rows->q_dim;
+    for (int vec = 0; vec < TILE_VECS; vec += N) {
+        float *logits = rows->logits + (int64_t)r0 * TILE + vec * LANES;
+        const float *table = d->bias_table + vec * LANES;
+        vf sum[DOT_ROWS][N];
+        UNROLL for (int r = 0; r < DOT_ROWS; r++)
+            UNROLL for (int v = 0; v < N; v++)
+                sum[r][v] = r < n_rows ? vf_load(logits + r * TILE + v * LANES) : vf_zero();
+        for (int k = 0; k < n_k; k++, table += TILE) {
+            vf b[N];
+            UNROLL for (int v = 0; v < N; v++) b[v] = vf_load(table + v * LANES);
+            UNROLL for (int r = 0; r < DOT_ROWS; r++)
+                UNROLL for (int v = 0; v < N; v++)
+                    if (r < n_rows) sum[r][v] = vf_fma(vf_set1(q[r * stride + k]), b[v], sum[r][v]);
+        }
+        UNROLL for (int r = 0; r < DOT_ROWS; r++)
+            UNROLL for (int v = 0; v < N; v++)
+                if (r < n_rows) vf_store(logits + r * TILE + v * LANES, sum[r][v]);
+    }
+}
+
+/* --- values --------------------------------------------------------------------------------- */
+
+/* acc = alpha acc + weights times values, for n_vecs vectors of channels from `vec` on. */
+INLINE void value_block(const int bits, const int n_rows, const int n_vecs, attn_decode *d, int r0,
+                        const uint8_t *page, int vec) {
+    const page_side *side = d->v_side;
+    const int64_t row_bytes = side->head_dim / 16 * 64, dim = d->rows->head_dim;
+    const code_plane plane = {
+        .low = page + vec * VEC_BYTES,
+        .high = page + side->high_offset + vec * VEC_BYTES,
+        .unit = row_bytes,
+        .high_unit = row_bytes,
+        .vec = VEC_BYTES,
+        .high_vec = VEC_BYTES,
+    };
+    float *acc = d->rows->acc + r0 * dim + vec * LANES;
+    const int step = DOT_UNITS(bits) < 4 ? DOT_UNITS(bits) : 4;
+    for (int unit = 0; unit < 4; unit += step) {
+        dot_sums sums;
+        dots(bits, n_rows, n_vecs, &plane, unit, unit + step, d->p_bytes[r0][0], TILE, &sums);
+        FOR_DOTS {
+            float *out = acc + r * dim + v * LANES;
+            vf x = vf_load(out);
+            if (unit == 0) x = vf_fma(x, vf_set1(d->alpha[r0 + r]), vf_set1(d->p_offset[r0 + r]));
+            vf sum = vf_from_int(dot_total(sums.high[r][v], sums.low[r][v]));
+            vf_store(out, vf_fma(sum, vf_set1(d->p_scale[r0 + r]), x));
+        }
+    }
+}
+
+/* The channels of group g. */
+INLINE void value_rows(const int bits, const int n_rows, attn_decode *d, int r0, const uint8_t *page, int g) {
+    const int n_vecs = dot_vecs(n_rows), group_vecs = d->v_side->group / LANES;
+    int vec = g * group_vecs, end = vec + group_vecs;
+    for (; vec + n_vecs <= end; vec += n_vecs) value_block(bits, n_rows, n_vecs, d, r0, page, vec);
+    for (; vec < end; vec++) value_block(bits, n_rows, 1, d, r0, page, vec);
+}
+
+/* --- a kernel for every number of rows ---------------------------------------------------------- */
+
+#define DECODE_KERNELS(rows)                                                                       \
+    static void key_2_##rows(attn_decode *d, int r0, const uint8_t *p, uint64_t valid) { key_rows(2, rows, d, r0, p, valid); } \
+    static void key_3_##rows(attn_decode *d, int r0, const uint8_t *p, uint64_t valid) { key_rows(3, rows, d, r0, p, valid); } \
+    static void key_4_##rows(attn_decode *d, int r0, const uint8_t *p, uint64_t valid) { key_rows(4, rows, d, r0, p, valid); } \
+    static void value_2_##rows(attn_decode *d, int r0, const uint8_t *p, int g) { value_rows(2, rows, d, r0, p, g); } \
+    static void value_3_##rows(attn_decode *d, int r0, const uint8_t *p, int g) { value_rows(3, rows, d, r0, p, g); } \
+    static void value_4_##rows(attn_decode *d, int r0, const uint8_t *p, int g) { value_rows(4, rows, d, r0, p, g); } \
+    static void bias_##rows(attn_decode *d, int r0) { bias_rows(rows, d, r0); }
+
+#define DECODE_ENTRY(rows)                                                                         \
+    [rows - 1] = {{key_2_##rows, key_3_##rows, key_4_##rows}, {value_2_##rows, value_3_##rows, value_4_##rows}, bias_##rows},
+
+DECODE_BLOCKS(DECODE_KERNELS)
+
+static const struct decode_kernels {
+    void (*keys[3])(attn_decode *d, int r0, const uint8_t *page, uint64_t valid);
+    void (*values[3])(attn_decode *d, int r0, const uint8_t *page, int g);
+    void (*bias)(attn_decode *d, int r0);
+} decode_kernels[DOT_ROWS] = {DECODE_BLOCKS(DECODE_ENTRY)};
+
+/* --- bytes ---------------------------------------------------------------------------------- */
+
+/* n floats (a multiple of 16) to high and low bytes of round(x inverse); returns their sum. */
+INLINE int32_t split_bytes(int n, const float *x, float inverse, int8_t *high, int8_t *low) {
+    vi total = vi_zero();
+    for (int i = 0; i < n; i += LANES) {
+        vi y = vi_from_float(vf_mul(vf_load(x + i), vf_set1(inverse)));
+        total = vi_add(total, y);
+        vi_store_bytes(low + i, y);
+        vi_store_bytes(high + i, vi_sra(vi_add(y, vi_set1(128)), 8));
+    }
+    return vi_sum(total);
+}
+
+/* What a magnitude is multiplied by to fill the bytes. Tiny ones could overflow it: they are 0. */
+static inline float bytes_inverse(float top) { return top > 1e-30f ? BYTES_MAX / top : 0.0f; }
+
+static void begin(attn_decode *d) {
+    const attn_rows *rows = d->rows;
+    const page_side *side = d->k_side;
+    assert(rows->n_rows <= ATTN_DECODE_ROWS);
+    for (int r = 0; r < rows->n_rows; r++) {
+        const float *q = rows->q + (int64_t)r * rows->q_dim;
+        vf top = vf_zero();
+        for (int i = 0; i < rows->head_dim; i += LANES) top = vf_max(top, vf_abs(vf_load(q + i)));
+        float inverse = bytes_inverse(vf_top(top));
+        d->q_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+        for (int g = 0; g < side->n_groups; g++) {
+            int at = g * side->group;
+            int32_t sum = split_bytes(side->group, q + at, inverse, d->q_bytes[r][0] + at, d->q_bytes[r][1] + at);
+            d->q_sum[r][g] = d->q_scale[r] * (float)sum;
+        }
+    }
+}
+
+/* Weights of row r times the steps of the values' group, as bytes. */
+INLINE void weight_bytes(attn_decode *d, int r, const vf *steps, const vf *offsets) {
+    const float *weights = d->rows->logits + (int64_t)r * TILE;
+    _Alignas(64) float scaled[TILE];
+    vf top = vf_zero(), offset = vf_zero();
+    UNROLL for (int v = 0; v < TILE_VECS; v++) {
+        vf p = vf_load(weights + v * LANES), x = vf_mul(p, steps[v]);
+        vf_store(scaled + v * LANES, x);
+        top = vf_max(top, vf_abs(x));
+        offset = vf_fma(p, offsets[v], offset);
+    }
+    float inverse = bytes_inverse(vf_top(top));
+    split_bytes(TILE, scaled, inverse, d->p_bytes[r][0], d->p_bytes[r][1]);
+    d->p_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+    d->p_offset[r] = vf_sum(offset);
+}
+
+/* --- a page --------------------------------------------------------------------------------- */
+
+static void softmax_rows(attn_decode *d, const uint64_t *masks) {
+    attn_rows *rows = d->rows;
+    float sums[ATTN_DECODE_ROWS];
+    for (int r = 0; r < rows->n_rows; r++) row_softmax(rows, r, masks[r], &d->alpha[r], &sums[r]);
+    for (int r = rows->n_rows; r % LANES != 0; r++) d->alpha[r] = 0.0f;
+    for (int r = 0; r < rows->n_rows; r += LANES) vf_store(d->alpha + r, vf_exp(vf_load(d->alpha + r)));
+    for (int r = 0; r < rows->n_rows; r++) rows->row_sum[r] = rows->row_sum[r] * d->alpha[r] + sums[r];
+}
+
+static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
+    const attn_rows *rows = d->rows;
+    const int n = rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
+    const page_side *v_side = d->v_side;
+    for (int i = 0; i < n_blocks; i++) {
+        int r0 = n * i / n_blocks, count = n * (i + 1) / n_blocks - r0;
+        decode_kernels[count - 1].keys[d->k_side->bits - 2](d, r0, keys, valid);
+        if (rows->q_dim > rows->head_dim) decode_kernels[count - 1].bias(d, r0);
+    }
+    softmax_rows(d, masks);
+    for (int g = 0; g < v_side->n_groups; g++) {
+        vf steps[TILE_VECS], offsets[TILE_VECS];
+        UNROLL for (int v = 0; v < TILE_VECS; v++)
+            load_params(values + v_side->params_offset + g * 256, v * LANES, valid, &steps[v], &offsets[v]);
+        for (int r = 0; r < n; r++) weight_bytes(d, r, steps, offsets);
+        for (int i = 0; i < n_blocks; i++) {
+            int r0 = n * i / n_blocks, count = n * (i + 1) / n_blocks - r0;
+            decode_kernels[count - 1].values[v_side->bits - 2](d, r0, values, g);
+        }
+    }
+}
+
+const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .begin = begin, .page = page};
+
+#endif

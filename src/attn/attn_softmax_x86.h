@@ -1,0 +1,93 @@
+/*
+ * attn_softmax_x86.h - what all AVX2 and AVX-512 attention kernels share: a tile's shape, the
+ * parameters of a page, and the softmax of a row. Included after attn_vec_avx2.h or _avx512.h.
+ */
+#ifndef OSCAR_ATTN_SOFTMAX_X86_H
+#define OSCAR_ATTN_SOFTMAX_X86_H
+
+#include <math.h>
+
+#define TILE 64
+#define UNIT_VECS (16 / LANES)
+#define TILE_VECS (TILE / LANES)
+#define INLINE static inline __attribute__((always_inline))
+/* Loops over registers must vanish; -O3 alone does not promise it. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+/* The bits of LANES slots from `slot` on. */
+INLINE uint32_t lane_bits(uint64_t slots, int slot) {
+    return (uint32_t)(slots >> slot) & ((1u << LANES) - 1);
+}
+
+/* Steps and offsets of LANES tokens of a group from `slot` on; zeros where they are not valid, so
+ * that whatever the codes are there comes out as zero. params: [2][64] fp16. */
+INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *step, vf *offset) {
+    uint32_t bits = lane_bits(valid, slot);
+    *step = vf_keep(bits, vf_load_fp16(params + 2 * slot));
+    *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
+}
+
+/* exp(x) for x <= 0, -inf included, relative error below 2e-7; zero below x = -87.3, where normal
+ * floats end. x = n ln 2 + r; coefficients interpolate (e^r - 1 - r) / r^2 at Chebyshev nodes. */
+INLINE vf vf_exp(vf x) {
+    vf least = vf_set1(-87.3f), clamped = vf_max(x, least);
+    vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
+    vf r = vf_fma(n, vf_set1(-0.693359375f), clamped); /* ln 2 in two parts, the first exact */
+    r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+    vf p = vf_set1(0.00139262131f);
+    p = vf_fma(p, r, vf_set1(0.00836320315f));
+    p = vf_fma(p, r, vf_set1(0.0416665561f));
+    p = vf_fma(p, r, vf_set1(0.166665763f));
+    p = vf_fma(p, r, vf_set1(0.5f));
+    p = vf_fma(vf_mul(p, r), r, vf_add(r, vf_set1(1.0f)));
+    return vf_where_less(x, least, vf_zero(), vf_times_pow2(p, n));
+}
+
+/* tanh, absolute error below 1e-7: an odd polynomial near zero, where the quotient cancels. */
+INLINE vf vf_tanh(vf x) {
+    vf a = vf_abs(x), z = vf_mul(x, x), one = vf_set1(1.0f);
+    vf e = vf_exp(vf_mul(a, vf_set1(-2.0f)));
+    vf far = vf_div(vf_sub(one, e), vf_add(one, e));
+    vf p = vf_set1(-0.0060945549f);
+    p = vf_fma(p, z, vf_set1(0.0209956951f));
+    p = vf_fma(p, z, vf_set1(-0.0538505949f));
+    p = vf_fma(p, z, vf_set1(0.133327678f));
+    p = vf_fma(p, z, vf_set1(-0.333333284f));
+    vf near = vf_fma(vf_mul(p, z), a, a);
+    return vf_copysign(vf_where_less(a, vf_set1(0.625f), near, far), x);
+}
+
+/* Products of row r to weights relative to its new maximum, in place. *drop: by how much all that
+ * was summed before falls, as a logarithm; *sum: of the new weights. The maximum starts at -inf:
+ * never subtract it from itself. */
+INLINE void row_softmax(attn_rows *rows, int r, uint64_t mask, float *drop, float *sum) {
+    float *logits = rows->logits + (int64_t)r * TILE;
+    vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r]), scale = vf_set1(rows->logit_scale);
+    vf top = vf_set1(-INFINITY), total = vf_zero();
+    float cap = rows->logit_softcap;
+    UNROLL for (int v = 0; v < TILE_VECS; v++)
+        x[v] = vf_mul(vf_add(vf_load(logits + v * LANES), bias), scale);
+    if (cap > 0.0f)
+        UNROLL for (int v = 0; v < TILE_VECS; v++)
+            x[v] = vf_mul(vf_set1(cap), vf_tanh(vf_div(x[v], vf_set1(cap))));
+    if (mask != UINT64_MAX)
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(mask, v * LANES), x[v]);
+    UNROLL for (int v = 0; v < TILE_VECS; v++) top = vf_max(top, x[v]);
+    float before = rows->row_max[r], now = vf_top(top);
+    if (before > now) now = before;
+    float base = now > -INFINITY ? now : 0.0f;
+    UNROLL for (int v = 0; v < TILE_VECS; v++) {
+        x[v] = vf_exp(vf_sub(x[v], vf_set1(base)));
+        vf_store(logits + v * LANES, x[v]);
+        total = vf_add(total, x[v]);
+    }
+    rows->row_max[r] = now;
+    *drop = before - base;
+    *sum = vf_sum(total);
+}
+
+#endif

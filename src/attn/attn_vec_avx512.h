@@ -1,0 +1,79 @@
+/*
+ * attn_vec_avx512.h - a vector of 16 floats or 32-bit integers, and what the kernels do with it.
+ */
+#ifndef OSCAR_ATTN_VEC_H
+#define OSCAR_ATTN_VEC_H
+
+#include <immintrin.h>
+
+#include "attn/attn.h"
+
+#define LANES 16
+typedef __m512 vf;
+typedef __m512i vi;
+
+static inline vf vf_zero(void) { return _mm512_setzero_ps(); }
+static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf vf_round(vf x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline vf vf_abs(vf x) { return _mm512_abs_ps(x); }
+static inline vf vf_copysign(vf x, vf sign) {
+    return _mm512_or_ps(x, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));
+}
+/* a < b ? x : y */
+static inline vf vf_where_less(vf a, vf b, vf x, vf y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+/* x 2^n for whole n */
+static inline vf vf_times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+
+/* Lanes whose bit is clear become 0, or -inf. */
+static inline vf vf_keep(uint32_t bits, vf x) { return _mm512_maskz_mov_ps((__mmask16)bits, x); }
+static inline vf vf_hide(uint32_t bits, vf x) {
+    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(-__builtin_inff()), x);
+}
+
+/* x of lane i and y of lane i in turn: lanes 2 i, 2 i + 1 of two vectors at p. */
+static inline void vf_store_pairs(float *p, vf x, vf y) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(p, _mm512_permutex2var_ps(x, low, y));
+    _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(x, high, y));
+}
+
+static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
+static inline float vf_top(vf x) { return _mm512_reduce_max_ps(x); }
+
+static inline vf vf_load_fp16(const uint8_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline vf vf_load_bf16(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+static inline vi vi_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline vi vi_set1(int x) { return _mm512_set1_epi32(x); }
+static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+static inline vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+static inline vi vi_shl(vi x, int n) { return _mm512_slli_epi32(x, (unsigned)n); }
+static inline vi vi_shr(vi x, int n) { return _mm512_srli_epi32(x, (unsigned)n); }
+static inline vf vf_from_int(vi x) { return _mm512_cvtepi32_ps(x); }
+static inline vi vi_from_float(vf x) { return _mm512_cvtps_epi32(x); } /* nearest */
+static inline vi vi_zero(void) { return _mm512_setzero_si512(); }
+static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static inline vi vi_sra(vi x, int n) { return _mm512_srai_epi32(x, (unsigned)n); }
+static inline int vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
+/* The low byte of every lane. */
+static inline void vi_store_bytes(int8_t *p, vi x) { _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(x)); }
+
+#endif

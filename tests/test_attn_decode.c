@@ -1,0 +1,255 @@
+/*
+ * test_attn_decode.c - decode attention on the codes against float64 attention over the same codes.
+ */
+#include "attn/attn.h"
+#include "test_util.h"
+
+#define TILE 64
+#define MAX_PAGES 6
+/* Errors allowed, relative to the rms of the logits and of the output row. */
+#define LOGIT_ERROR 1e-3
+#define OUTPUT_ERROR 2e-3
+
+static uint64_t random_state;
+
+static int random_below(int n) { return (int)(rng_next(&random_state) % (uint64_t)n); }
+static float random_normal(void) { return (float)rng_normal(&random_state); }
+
+typedef struct shape {
+    int d, bits_k, bits_v, n_rows, n_pairs, length, window;
+    float softcap, bias;
+} shape;
+
+/* Pages of random codes, queries for them, and what float64 makes of it. */
+typedef struct decode_case {
+    shape s;
+    page_side k_side, v_side;
+    int n_pages;
+    uint8_t *keys[MAX_PAGES], *values[MAX_PAGES];
+    double *k, *v;         /* [n_pages * 64, d] */
+    float *table;          /* [2 n_pairs, 64] */
+    float *turned;         /* [n_pages, n_rows, 2 n_pairs] */
+    float *q;              /* [n_rows, q_dim] */
+    float *bias;           /* [n_rows] */
+    double *want;          /* [n_rows, d] */
+    double *logits;        /* [n_rows, n_pages * 64] */
+} decode_case;
+
+static void *make(size_t n, size_t size) {
+    void *p = aligned_calloc(n + 64, size);
+    assert_non_null(p);
+    return p;
+}
+
+/* A page of ones bits (NaN steps), of which the first `count` rows are put. */
+static uint8_t *make_page(const page_side *side, int count, double *rows) {
+    uint8_t *page = make(side->bytes, 1);
+    memset(page, 0xff, side->bytes);
+    for (int t = 0; t < count; t++) {
+        uint8_t codes[OSCAR_MAX_HEAD_DIM];
+        uint16_t params[2 * CODEC_MAX_GROUPS];
+        for (int g = 0; g < side->n_groups; g++) {
+            float step = (float)(0.2 + rng_uniform(&random_state));
+            params[2 * g] = fp16_from_float(step);
+            params[2 * g + 1] = fp16_from_float(-step * (float)((1 << side->bits) - 1) / 2 + 0.1f * random_normal());
+        }
+        for (int i = 0; i < side->head_dim; i++) {
+            const uint16_t *p = params + 2 * (i / side->group);
+            codes[i] = (uint8_t)random_below(1 << side->bits);
+            rows[t * side->head_dim + i] = (double)fp16_to_float(p[1]) + (double)fp16_to_float(p[0]) * codes[i];
+        }
+        page_put_row(side, page, t, codes, params);
+    }
+    return page;
+}
+
+static bool visible(const shape *s, int t) { return t < s->length && (s->window == 0 || t >= s->length - s->window); }
+
+/* Float64 attention of one row. */
+static void attend(decode_case *c, int r, double scale) {
+    const shape *s = &c->s;
+    int n = c->n_pages * TILE, q_dim = s->d + 2 * s->n_pairs;
+    double *logits = c->logits + (size_t)r * (size_t)n, max = -INFINITY, total = 0;
+    double *out = c->want + (size_t)r * (size_t)s->d;
+    for (int t = 0; t < n; t++) {
+        double dot = c->bias[r];
+        if (!visible(s, t)) continue;
+        for (int i = 0; i < s->d; i++) dot += (double)c->q[r * q_dim + i] * c->k[t * s->d + i];
+        for (int i = 0; i < 2 * s->n_pairs; i++)
+            dot += (double)c->turned[(t / TILE * s->n_rows + r) * 2 * s->n_pairs + i] * c->table[i * TILE + t % TILE];
+        dot *= scale;
+        logits[t] = s->softcap > 0 ? s->softcap * tanh(dot / s->softcap) : dot;
+        if (logits[t] > max) max = logits[t];
+    }
+    for (int i = 0; i < s->d; i++) out[i] = 0;
+    for (int t = 0; t < n; t++) {
+        if (!visible(s, t)) continue;
+        double w = exp(logits[t] - max);
+        total += w;
+        for (int i = 0; i < s->d; i++) out[i] += w * c->v[t * s->d + i];
+    }
+    for (int i = 0; i < s->d; i++) out[i] /= total;
+}
+
+static decode_case case_make(const shape *s) {
+    decode_case c = {.s = *s, .k_side = page_side_make(PAGE_KEY, s->d, s->bits_k),
+                     .v_side = page_side_make(PAGE_VALUE, s->d, s->bits_v)};
+    c.n_pages = (s->length + TILE - 1) / TILE;
+    size_t n = (size_t)c.n_pages * TILE, d = (size_t)s->d, rows = (size_t)s->n_rows, pairs = (size_t)s->n_pairs;
+    c.k = make(n * d, sizeof *c.k), c.v = make(n * d, sizeof *c.v);
+    for (int b = 0; b < c.n_pages; b++) {
+        int count = s->length - b * TILE < TILE ? s->length - b * TILE : TILE;
+        c.keys[b] = make_page(&c.k_side, count, c.k + (size_t)b * TILE * d);
+        c.values[b] = make_page(&c.v_side, count, c.v + (size_t)b * TILE * d);
+    }
+    c.table = make(2 * pairs * TILE, sizeof *c.table);
+    c.turned = make((size_t)c.n_pages * rows * 2 * pairs, sizeof *c.turned);
+    c.q = make(rows * (d + 2 * pairs), sizeof *c.q);
+    c.bias = make(rows, sizeof *c.bias);
+    c.want = make(rows * d, sizeof *c.want);
+    c.logits = make(rows * n, sizeof *c.logits);
+    for (size_t i = 0; i < 2 * pairs * TILE; i++) c.table[i] = s->bias * random_normal();
+    for (size_t i = 0; i < (size_t)c.n_pages * rows * 2 * pairs; i++) c.turned[i] = random_normal();
+    for (size_t r = 0; r < rows; r++) {
+        for (size_t i = 0; i < d; i++) c.q[r * (d + 2 * pairs) + i] = random_normal() * (random_below(30) ? 1.0f : 6.0f);
+        c.bias[r] = 100 * random_normal();
+        attend(&c, (int)r, 1 / sqrt((double)s->d));
+    }
+    return c;
+}
+
+static void case_free(decode_case *c) {
+    for (int b = 0; b < c->n_pages; b++) aligned_free(c->keys[b]), aligned_free(c->values[b]);
+    aligned_free(c->k), aligned_free(c->v), aligned_free(c->table), aligned_free(c->turned);
+    aligned_free(c->q), aligned_free(c->bias), aligned_free(c->want), aligned_free(c->logits);
+}
+
+/* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. */
+static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1, float *out) {
+    const shape *s = &c->s;
+    int d = s->d, q_dim = d + 2 * s->n_pairs, n = r1 - r0;
+    attn_decode *decode = make(1, sizeof *decode);
+    memset(decode, 0xff, sizeof *decode);
+    float *q = make((size_t)(n * q_dim), sizeof *q), *acc = make((size_t)(n * d), sizeof *acc);
+    float *state = make((size_t)(2 * n), sizeof *state), *logits = make((size_t)(n * TILE), sizeof *logits);
+    memset(logits, 0xff, sizeof(float) * (size_t)(n * TILE));
+    memcpy(q, c->q + r0 * q_dim, sizeof(float) * (size_t)(n * q_dim));
+    attn_rows rows = {.n_rows = n, .head_dim = d, .q_dim = q_dim, .logit_scale = 1 / sqrtf((float)d),
+                      .logit_softcap = s->softcap, .q = q, .q_bias = c->bias + r0, .row_max = state,
+                      .row_sum = state + n, .acc = acc, .logits = logits};
+    for (int r = 0; r < n; r++) rows.row_max[r] = -INFINITY;
+    decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
+    ops->begin(decode);
+    for (int b = 0; b < c->n_pages; b++) {
+        uint64_t valid = 0, masks[ATTN_DECODE_ROWS];
+        for (int t = 0; t < TILE; t++)
+            if (visible(s, b * TILE + t)) valid |= 1ull << t;
+        for (int r = 0; r < n; r++) {
+            masks[r] = valid;
+            memcpy(q + r * q_dim + d, c->turned + (b * s->n_rows + r0 + r) * 2 * s->n_pairs,
+                   sizeof(float) * 2 * (size_t)s->n_pairs);
+        }
+        ops->page(decode, c->keys[b], c->values[b], valid, masks);
+    }
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < d; i++) out[r * d + i] = acc[r * d + i] / rows.row_sum[r];
+    aligned_free(decode), aligned_free(q), aligned_free(acc), aligned_free(state), aligned_free(logits);
+}
+
+/* The worst difference from float64, relative to the row's rms. */
+static double worst_error(const decode_case *c, const float *out) {
+    int d = c->s.d;
+    double worst = 0;
+    for (int r = 0; r < c->s.n_rows; r++) {
+        double sum = 0, most = 0;
+        for (int i = 0; i < d; i++) {
+            double e = fabs(out[r * d + i] - c->want[r * d + i]);
+            if (!(e <= most)) most = e;
+            sum += c->want[r * d + i] * c->want[r * d + i];
+        }
+        if (!(most / sqrt(sum / d) <= worst)) worst = most / sqrt(sum / d);
+    }
+    return worst;
+}
+
+static int tables(const attn_decode_ops **out) {
+    int n = 0;
+#if defined(__x86_64__)
+    oscar_isa_select(NULL);
+    if (isa_current() >= ISA_AVX2) out[n++] = &attn_decode_int2_avx2;
+    if (isa_current() >= ISA_AVX512VNNI) out[n++] = &attn_decode_int2_avx512vnni;
+#else
+    (void)out;
+#endif
+    return n;
+}
+
+static double check(const attn_decode_ops *ops, const decode_case *c) {
+    float *out = make((size_t)(c->s.n_rows * c->s.d), sizeof *out);
+    run(ops, c, 0, c->s.n_rows, out);
+    double e = worst_error(c, out);
+    if (!(e < OUTPUT_ERROR))
+        fail_msg("%s: d %d bits %d %d rows %d pairs %d length %d window %d softcap %g: error %.2e", ops->name, c->s.d,
+                 c->s.bits_k, c->s.bits_v, c->s.n_rows, c->s.n_pairs, c->s.length, c->s.window, (double)c->s.softcap, e);
+    aligned_free(out);
+    return e;
+}
+
+static void run_shape(const shape *s, double *worst) {
+    const attn_decode_ops *ops[4];
+    int n_ops = tables(ops);
+    decode_case c = case_make(s);
+    for (int o = 0; o < n_ops; o++) {
+        double e = check(ops[o], &c);
+        if (e > *worst) *worst = e;
+    }
+    case_free(&c);
+}
+
+static void test_lengths(void **state) {
+    (void)state;
+    double worst = 0;
+    random_state = rng_seed(__func__, 31);
+    for (int n = 1; n <= 300; n++) {
+        bool edge = n % TILE <= 1 || n % TILE == TILE - 1;
+        if (!edge && n % 3 && n > 20) continue;
+        run_shape(&(shape){.d = 64, .bits_k = 2, .bits_v = 2, .n_rows = 7, .n_pairs = 16, .length = n, .bias = 0.5f}, &worst);
+    }
+    printf("worst error %.2e\n", worst);
+}
+
+static void test_shapes(void **state) {
+    (void)state;
+    static const int dims[] = {16, 32, 64, 80, 96, 128, 192, 256, 272};
+    double worst = 0;
+    random_state = rng_seed(__func__, 32);
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+        for (int bits = 2; bits <= 4; bits++)
+            for (int k = 0; k < 5; k++) {
+                int d = dims[i], pairs[] = {0, 16, d / 2};
+                run_shape(&(shape){.d = d, .bits_k = bits, .bits_v = 2 + random_below(3), .n_rows = 1 + random_below(16),
+                                   .n_pairs = pairs[k % 3], .length = 1 + random_below(200), .bias = 0.3f,
+                                   .softcap = k == 3 ? 5.0f : 0.0f, .window = k == 4 ? 90 : 0}, &worst);
+            }
+    printf("worst error %.2e\n", worst);
+}
+
+static void test_groups(void **state) {
+    (void)state;
+    double worst = 0;
+    random_state = rng_seed(__func__, 33);
+    for (int rows = 1; rows <= ATTN_DECODE_ROWS; rows++)
+        for (int bits = 2; bits <= 4; bits++)
+            run_shape(&(shape){.d = bits == 3 ? 96 : 128, .bits_k = bits, .bits_v = bits, .n_rows = rows, .n_pairs = 5, .length = 130,
+                               .bias = 0.3f}, &worst);
+    printf("worst error %.2e\n", worst);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_groups),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
