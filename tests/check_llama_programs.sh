@@ -31,6 +31,17 @@ grep -q '^oscar: exact f32 KV cache on ' "$work/err" || fail "llama-cli: the cac
 held "$llama/bin/llama-bench" -m "$model" -p 32 -n 4 -d 16 -r 2 -t 2 -o csv || fail "llama-bench failed"
 [ "$(wc -l <"$work/out")" = 3 ] || fail "llama-bench: expected a header and two rows"
 
+# A session: the second run reads the first one's state and says the same; a changed file is refused.
+session=("${complete[@]}" --prompt-cache "$work/session")
+held "${session[@]}" || fail "llama-completion --prompt-cache failed"
+cp "$work/out" "$work/first"
+held "${session[@]}" || fail "llama-completion with a session failed"
+grep -q 'session file has exact match for prompt' "$work/err" || fail "the session was not used"
+cmp -s "$work/first" "$work/out" || fail "another text from the session: $(cat "$work/first" "$work/out")"
+truncate -s -1 "$work/session"
+if held "${session[@]}"; then fail "a cut session was accepted"; fi
+grep -q '^oscar: loading: .*wrong checksum' "$work/err" || fail "a cut session: the reason was not said"
+
 # refused VARIABLE=VALUE PATTERN
 refused() {
     if held "$1" "${complete[@]}"; then fail "$1 was accepted"; fi
@@ -41,4 +52,4 @@ refused OSCAR_SINK=many 'OSCAR_SINK is "many"'
 refused OSCAR_KV_MEMORY=1Q 'OSCAR_KV_MEMORY is "1Q"'
 refused OSCAR_KV=int2 'no rotations'
 refused "OSCAR_KV_MEMORY=4K" 'kv_memory_bytes is 4096'
-echo "three programs held, five mistakes refused"
+echo "three programs held, a session went on, five mistakes refused"

@@ -142,6 +142,10 @@ curl -sf "$url/v1/completions" -H 'Content-Type: application/json' -o "$work/usa
     -d "{\"prompt\": $(conversation 2), \"max_tokens\": 4, \"temperature\": 0}"
 [ "$(get "$work/usage" usage.prompt_tokens_details.cached_tokens)" = 139 ] || fail "usage: $(cat "$work/usage")"
 
+# Answers alone and at the same time, with their log-probabilities.
+python3 "$source_dir/bench/serve/compare_concurrent.py" "$url" --requests 2 --n-predict 16 --text "$source_dir/docs/METHOD.md" \
+    --max-chars 1500 >"$work/reply" || fail "answers differ under load: $(cat "$work/reply")"
+
 # The next server restores what this one saved, before it has computed anything for it.
 stop
 start

@@ -13,12 +13,14 @@ static llama_token others[N];
 static oscar_rotations *rotations;
 static char folder[] = "test_llama_state.XXXXXX";
 
-static held hold(int kv_type, int n_seqs, uint32_t n_ctx) {
+static held hold_bits(int kv_type, int n_seqs, uint32_t n_ctx, int bits_k, int bits_v) {
     oscar_llama_options options = OSCAR_LLAMA_OPTIONS_INIT;
     options.kv_type = kv_type;
     options.rotations = kv_type == OSCAR_KV_INT2 ? rotations : NULL;
     options.sink = 16;
     options.recent = 64;
+    options.bits_k = bits_k;
+    options.bits_v = bits_v;
     struct llama_context_params p = llama_context_default_params();
     p.n_ctx = n_ctx;
     p.n_batch = 256;
@@ -28,6 +30,8 @@ static held hold(int kv_type, int n_seqs, uint32_t n_ctx) {
     p.n_threads = p.n_threads_batch = 1;
     return hold_with(&options, p);
 }
+
+static held hold(int kv_type, int n_seqs, uint32_t n_ctx) { return hold_bits(kv_type, n_seqs, n_ctx, 0, 0); }
 
 static oscar_rotations *hadamard(void) {
     held h = hold(OSCAR_KV_F32, 1, N_CTX);
@@ -97,6 +101,62 @@ static void test_round_trip_int2(void **state) {
 static void test_round_trip_f32(void **state) {
     (void)state;
     round_trip(OSCAR_KV_F32, "f32, cleared and restored");
+}
+
+/* Codes of 3 and 4 bits, and that other bits are another kind of state. */
+static void test_bits(void **state) {
+    (void)state;
+    held h = hold_bits(OSCAR_KV_INT2, 1, N_CTX, 3, 4), fresh = hold_bits(OSCAR_KV_INT2, 1, N_CTX, 3, 4);
+    held two = hold(OSCAR_KV_INT2, 1, N_CTX);
+    assert_int_equal(run(h, tokens, 0, N, 256, 0), 0);
+    size_t bytes;
+    uint8_t *blob = saved(h, 0, &bytes);
+    float *reference = go_on(h, 0);
+    assert_int_equal(oscar_llama_state_seq_set_data(fresh.layer, blob, bytes, 0), bytes);
+    expect_equal(reference, go_on(fresh, 0), "keys of 3 bits, values of 4");
+    assert_int_equal(oscar_llama_state_seq_set_data(two.layer, blob, bytes, 0), 0);
+    assert_int_equal(oscar_llama_last_error(two.layer)->status, OSCAR_ERROR_MISMATCH);
+    free(reference);
+    free(blob);
+    drop(two);
+    drop(fresh);
+    drop(h);
+}
+
+static oscar_cache_stats stats_of(held h) {
+    oscar_cache_stats stats = {.struct_size = sizeof stats};
+    oscar_cache_get_stats(oscar_llama_cache(h.layer), &stats);
+    return stats;
+}
+
+/* Lengths around the page: what a restore takes is what the rows need, and all comes back. */
+static void test_pages(void **state) {
+    (void)state;
+    held h = hold(OSCAR_KV_INT2, 2, N_CTX);
+    assert_int_equal(run(h, tokens, 0, 1, 1, 0), 0);
+    oscar_llama_memory_clear(h.layer);
+    const oscar_cache_stats empty = stats_of(h);
+    assert_int_equal(empty.pages_free, empty.pages_total);
+    const int lengths[] = {1, 63, 64, 65, 128, 129};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        int n = lengths[i];
+        assert_int_equal(run(h, tokens, 0, n, 256, 0), 0);
+        size_t bytes;
+        uint8_t *blob = saved(h, 0, &bytes);
+        oscar_llama_memory_seq_cp(h.layer, 0, 1, -1, -1);
+        for (int k = 0; k < 20; k++) assert_int_equal(oscar_llama_state_seq_set_data(h.layer, blob, bytes, k % 2), bytes);
+        oscar_cache_stats s = stats_of(h);
+        assert_int_equal(s.pages_live, 2 * ((n + 63) / 64));
+        assert_int_equal(s.pages_shared, 0);
+        assert_int_equal(s.pages_free + s.pages_live, s.pages_total);
+        assert_int_equal(oscar_llama_memory_seq_pos_max(h.layer, 1), n - 1);
+        oscar_llama_memory_clear(h.layer);
+        s = stats_of(h);
+        assert_int_equal(s.pages_free, empty.pages_free);
+        assert_int_equal(s.overlay_pages_live, empty.overlay_pages_live);
+        free(blob);
+    }
+    drop(h);
 }
 
 static void test_empty(void **state) {
@@ -315,6 +375,7 @@ int main(void) {
     rotations = hadamard();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_round_trip_int2), cmocka_unit_test(test_round_trip_f32),
+        cmocka_unit_test(test_bits),            cmocka_unit_test(test_pages),
         cmocka_unit_test(test_empty),           cmocka_unit_test_prestate(test_refused, &rng),
         cmocka_unit_test_prestate(test_seq_file, &rng), cmocka_unit_test(test_whole),
         cmocka_unit_test(test_known_prompts),
