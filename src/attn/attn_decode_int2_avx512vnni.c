@@ -4,9 +4,9 @@
  */
 #include "attn/attn_vec_avx512.h"
 
-/* 28 accumulators at 7 x 2, which is the group of many models. */
+/* At least ten sums under way, and half of the registers left for codes and their words. */
 #define DOT_ROWS 8
-static inline int dot_vecs(int n_rows) { return n_rows <= 3 ? 4 : n_rows <= 7 ? 2 : 1; }
+static inline int dot_vecs(int n_rows) { return n_rows <= 2 ? 4 : n_rows <= 4 ? 2 : 1; }
 #define DOT_UNITS(bits) 32 /* the largest head_dim: 512 products of 15 and 32639 stay below 2^31 */
 static inline vi dot_add(vi acc, vi codes, vi bytes) { return _mm512_dpbusd_epi32(acc, codes, bytes); }
 static inline vi dot_total(vi high, vi low) { return vi_add(vi_shl(high, 8), low); }

@@ -65,17 +65,21 @@ INLINE vi load_bytes(const int8_t *p) {
     return vi_set1(x);
 }
 
-/* sums = dot products of units [unit, end) with bytes [n_rows][2][row_bytes]. */
+/* sums = dot products of units [unit, end) with bytes [n_rows][2][row_bytes], in rising order or as
+ * vi_split_tile() leaves them. */
 INLINE void dots(const int bits, const int n_rows, const int n_vecs, const code_plane *plane, int unit, int end,
-                 const int8_t *bytes, const int row_bytes, dot_sums *sums) {
-    FOR_DOTS sums->high[r][v] = sums->low[r][v] = vi_zero();
+                 const int8_t *bytes, const int row_bytes, const bool split, dot_sums *sums) {
+    vi high_sum[DOT_ROWS][4], low_sum[DOT_ROWS][4]; /* registers; *sums would be stored every time */
+    FOR_DOTS high_sum[r][v] = low_sum[r][v] = vi_zero();
     const uint8_t *low = plane->low + unit * plane->unit;
-    bytes += 16 * unit;
-    for (; unit < end; unit++, low += plane->unit, bytes += 16) {
+    for (; unit < end; unit++, low += plane->unit) {
+        const int8_t *unit_bytes = bytes + (split ? split_unit(unit) : 16 * unit);
         const uint8_t *high = low;
         if (bits == 3) high = plane->high + unit / 2 * plane->high_unit;
         if (bits == 4) high = plane->high + unit * plane->high_unit;
         UNROLL for (int f = 0; f < 4; f++) {
+            /* Accumulators fill the registers: load words anew for every quad rather than keep them. */
+            __asm__("" : "+r"(low));
             vi codes[4];
             UNROLL for (int v = 0; v < 4; v++) {
                 codes[v] = vi_zero();
@@ -86,14 +90,18 @@ INLINE void dots(const int bits, const int n_rows, const int n_vecs, const code_
             }
             UNROLL for (int r = 0; r < DOT_ROWS; r++) {
                 if (r >= n_rows) continue;
-                const int8_t *at = bytes + 2 * row_bytes * r + 4 * f;
+                const int8_t *at = unit_bytes + 2 * row_bytes * r + (split ? split_quad(f) : 4 * f);
                 vi high_byte = load_bytes(at), low_byte = load_bytes(at + row_bytes);
                 UNROLL for (int v = 0; v < 4; v++)
-                    if (v < n_vecs) sums->high[r][v] = dot_add(sums->high[r][v], codes[v], high_byte);
+                    if (v < n_vecs) high_sum[r][v] = dot_add(high_sum[r][v], codes[v], high_byte);
                 UNROLL for (int v = 0; v < 4; v++)
-                    if (v < n_vecs) sums->low[r][v] = dot_add(sums->low[r][v], codes[v], low_byte);
+                    if (v < n_vecs) low_sum[r][v] = dot_add(low_sum[r][v], codes[v], low_byte);
             }
         }
+    }
+    FOR_DOTS {
+        sums->high[r][v] = high_sum[r][v];
+        sums->low[r][v] = low_sum[r][v];
     }
 }
 
@@ -125,7 +133,7 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
             for (int unit = 0; unit < units; unit += DOT_UNITS(bits)) {
                 int first = g * units + unit, n = units - unit < DOT_UNITS(bits) ? units - unit : DOT_UNITS(bits);
                 dot_sums sums;
-                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[r0][0], OSCAR_MAX_HEAD_DIM, &sums);
+                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[r0][0], OSCAR_MAX_HEAD_DIM, false, &sums);
                 UNROLL for (int v = 0; v < 4; v++) {
                     if (v >= n_vecs) continue;
                     vf step, offset;
@@ -190,7 +198,7 @@ INLINE void value_block(const int bits, const int n_rows, const int n_vecs, attn
     const int step = DOT_UNITS(bits) < 4 ? DOT_UNITS(bits) : 4;
     for (int unit = 0; unit < 4; unit += step) {
         dot_sums sums;
-        dots(bits, n_rows, n_vecs, &plane, unit, unit + step, d->p_bytes[r0][0], TILE, &sums);
+        dots(bits, n_rows, n_vecs, &plane, unit, unit + step, d->p_bytes[r0][0], TILE, true, &sums);
         FOR_DOTS {
             float *out = acc + r * dim + v * LANES;
             vf x = vf_load(out);
@@ -266,33 +274,109 @@ static void begin(attn_decode *d) {
     }
 }
 
-/* Weights of row r times the steps of the values' group, as bytes. */
-INLINE void weight_bytes(attn_decode *d, int r, const vf *steps, const vf *offsets) {
-    const float *weights = d->rows->logits + (int64_t)r * TILE;
-    _Alignas(64) float scaled[TILE];
-    vf top = vf_zero(), offset = vf_zero();
-    UNROLL for (int v = 0; v < TILE_VECS; v++) {
-        vf p = vf_load(weights + v * LANES), x = vf_mul(p, steps[v]);
-        vf_store(scaled + v * LANES, x);
-        top = vf_max(top, vf_abs(x));
-        offset = vf_fma(p, offsets[v], offset);
-    }
-    float inverse = bytes_inverse(vf_top(top));
-    split_bytes(TILE, scaled, inverse, d->p_bytes[r][0], d->p_bytes[r][1]);
-    d->p_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
-    d->p_offset[r] = vf_sum(offset);
+/* --- softmax ---------------------------------------------------------------------------------- *
+ * As row_softmax, in passes over the rows between which what is a number a row is a vector of rows.
+ */
+
+typedef struct row_vectors {
+    _Alignas(64) float at[ATTN_DECODE_ROWS][LANES]; /* to be reduced to a number a row */
+} row_vectors;
+
+/* The number of every row from its vector; whole vectors are written. */
+INLINE void reduce_rows(int n, row_vectors *v, const bool top, float *out) {
+    for (int r = n; r % LANES != 0; r++) vf_store(v->at[r], vf_zero());
+    for (int r = 0; r < n; r += LANES) vf_store(out + r, top ? vf_top_rows(v->at[r]) : vf_sum_rows(v->at[r]));
 }
 
-/* --- a page --------------------------------------------------------------------------------- */
+/* Products to logits, in place, and the top of each row. */
+static void finish_logits(attn_decode *d, const uint64_t *masks, float *tops) {
+    const attn_rows *rows = d->rows;
+    const vf scale = vf_set1(rows->logit_scale), cap = vf_set1(rows->logit_softcap);
+    row_vectors top;
+    for (int r = 0; r < rows->n_rows; r++) {
+        float *logits = rows->logits + (int64_t)r * TILE;
+        vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r] * rows->logit_scale);
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_fma(vf_load(logits + v * LANES), scale, bias);
+        if (rows->logit_softcap > 0.0f)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_mul(cap, vf_tanh(vf_div(x[v], cap)));
+        if (masks[r] != UINT64_MAX)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(masks[r], v * LANES), x[v]);
+        vf most = x[0];
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            most = vf_max(most, x[v]);
+            vf_store(logits + v * LANES, x[v]);
+        }
+        vf_store(top.at[r], most);
+    }
+    reduce_rows(rows->n_rows, &top, true, tops);
+}
+
+/* New maxima, what logits are taken relative to (never -inf), and the factors of all before. */
+static void move_maxima(attn_decode *d, const float *tops, float *bases) {
+    attn_rows *rows = d->rows;
+    for (int r = 0; r < rows->n_rows; r++) {
+        float before = rows->row_max[r], now = before > tops[r] ? before : tops[r];
+        bases[r] = now > -INFINITY ? now : 0.0f;
+        rows->row_max[r] = now;
+        d->alpha[r] = before - bases[r];
+    }
+    for (int r = rows->n_rows; r % LANES != 0; r++) d->alpha[r] = 0.0f;
+    for (int r = 0; r < rows->n_rows; r += LANES) vf_store(d->alpha + r, vf_exp(vf_load(d->alpha + r)));
+}
 
 static void softmax_rows(attn_decode *d, const uint64_t *masks) {
     attn_rows *rows = d->rows;
-    float sums[ATTN_DECODE_ROWS];
-    for (int r = 0; r < rows->n_rows; r++) row_softmax(rows, r, masks[r], &d->alpha[r], &sums[r]);
-    for (int r = rows->n_rows; r % LANES != 0; r++) d->alpha[r] = 0.0f;
-    for (int r = 0; r < rows->n_rows; r += LANES) vf_store(d->alpha + r, vf_exp(vf_load(d->alpha + r)));
+    float tops[ATTN_DECODE_ROWS], bases[ATTN_DECODE_ROWS], sums[ATTN_DECODE_ROWS];
+    row_vectors total;
+    finish_logits(d, masks, tops);
+    move_maxima(d, tops, bases);
+    for (int r = 0; r < rows->n_rows; r++) {
+        float *weights = rows->logits + (int64_t)r * TILE;
+        vf sum = vf_zero();
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_exp(vf_sub(vf_load(weights + v * LANES), vf_set1(bases[r])));
+            vf_store(weights + v * LANES, p);
+            sum = vf_add(sum, p);
+        }
+        vf_store(total.at[r], sum);
+    }
+    reduce_rows(rows->n_rows, &total, false, sums);
     for (int r = 0; r < rows->n_rows; r++) rows->row_sum[r] = rows->row_sum[r] * d->alpha[r] + sums[r];
 }
+
+/* Weights times the steps of group g of the values, as bytes; and times the offsets, summed. */
+static void weight_bytes(attn_decode *d, const uint8_t *params, uint64_t valid) {
+    const int n = d->rows->n_rows;
+    const float *weights = d->rows->logits;
+    vf steps[TILE_VECS], offsets[TILE_VECS];
+    row_vectors top, offset;
+    float tops[ATTN_DECODE_ROWS];
+    UNROLL for (int v = 0; v < TILE_VECS; v++) load_params(params, v * LANES, valid, &steps[v], &offsets[v]);
+    for (int r = 0; r < n; r++) {
+        vf most = vf_zero(), sum = vf_zero();
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
+            most = vf_max(most, vf_abs(vf_mul(p, steps[v])));
+            sum = vf_fma(p, offsets[v], sum);
+        }
+        vf_store(top.at[r], most);
+        vf_store(offset.at[r], sum);
+    }
+    reduce_rows(n, &top, true, tops);
+    reduce_rows(n, &offset, false, d->p_offset);
+    for (int r = 0; r < n; r++) {
+        float inverse = bytes_inverse(tops[r]);
+        d->p_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+        vi y[TILE_VECS];
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
+            y[v] = vi_from_float(vf_mul(vf_mul(p, steps[v]), vf_set1(inverse)));
+        }
+        vi_split_tile(y, d->p_bytes[r][0], d->p_bytes[r][1]);
+    }
+}
+
+/* --- a page --------------------------------------------------------------------------------- */
 
 static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
     const attn_rows *rows = d->rows;
@@ -305,10 +389,7 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     }
     softmax_rows(d, masks);
     for (int g = 0; g < v_side->n_groups; g++) {
-        vf steps[TILE_VECS], offsets[TILE_VECS];
-        UNROLL for (int v = 0; v < TILE_VECS; v++)
-            load_params(values + v_side->params_offset + g * 256, v * LANES, valid, &steps[v], &offsets[v]);
-        for (int r = 0; r < n; r++) weight_bytes(d, r, steps, offsets);
+        weight_bytes(d, values + v_side->params_offset + g * 256, valid);
         for (int i = 0; i < n_blocks; i++) {
             int r0 = n * i / n_blocks, count = n * (i + 1) / n_blocks - r0;
             decode_kernels[count - 1].values[v_side->bits - 2](d, r0, values, g);

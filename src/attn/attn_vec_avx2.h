@@ -101,4 +101,39 @@ static inline void vi_store_bytes(int8_t *p, vi x) {
     _mm_storel_epi64((__m128i *)(void *)p, _mm_unpacklo_epi32(low, high));
 }
 
+
+/* Eight vectors at rows [8][8], each reduced: lane r is row r. Vector k of a level's result holds
+ * rows k, 4 + k, so that the last shuffle leaves them in order. */
+#define VF_REDUCE_ROWS(name, op)                                                                   \
+    static inline vf name(const float *rows) {                                                     \
+        vf four[4], two[2];                                                                        \
+        for (int k = 0; k < 4; k++) {                                                              \
+            vf a = vf_load(rows + 8 * k), b = vf_load(rows + 8 * (k + 4));                         \
+            four[k] = op(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));  \
+        }                                                                                          \
+        for (int k = 0; k < 2; k++) {                                                              \
+            vf a = four[2 * k], b = four[2 * k + 1];                                               \
+            two[k] = op(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));             \
+        }                                                                                          \
+        return op(_mm256_shuffle_ps(two[0], two[1], 0x88), _mm256_shuffle_ps(two[0], two[1], 0xdd)); \
+    }
+VF_REDUCE_ROWS(vf_sum_rows, vf_add)
+VF_REDUCE_ROWS(vf_top_rows, vf_max)
+
+/* High and low bytes of 64 numbers of 16 bits: y = 256 high + low. Quads of tokens end up where the
+ * packing leaves them: within a half of 32 bytes, quad f of unit u (of two) at dword 4 (f % 2) +
+ * 2 u + f / 2. */
+static inline void vi_split_tile(const vi y[8], int8_t *high, int8_t *low) {
+    const vi half = _mm256_set1_epi16(128);
+    for (int i = 0; i < 2; i++) {
+        vi a = _mm256_packs_epi32(y[4 * i], y[4 * i + 1]), b = _mm256_packs_epi32(y[4 * i + 2], y[4 * i + 3]);
+        vi high_a = _mm256_srai_epi16(_mm256_add_epi16(a, half), 8), high_b = _mm256_srai_epi16(_mm256_add_epi16(b, half), 8);
+        vi low_a = _mm256_sub_epi16(a, _mm256_slli_epi16(high_a, 8)), low_b = _mm256_sub_epi16(b, _mm256_slli_epi16(high_b, 8));
+        _mm256_storeu_si256((__m256i *)(void *)(high + 32 * i), _mm256_packs_epi16(high_a, high_b));
+        _mm256_storeu_si256((__m256i *)(void *)(low + 32 * i), _mm256_packs_epi16(low_a, low_b));
+    }
+}
+static inline int split_unit(int unit) { return unit / 2 * 32 + unit % 2 * 8; }
+static inline int split_quad(int f) { return f % 2 * 16 + f / 2 * 4; }
+
 #endif

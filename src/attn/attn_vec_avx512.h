@@ -76,4 +76,39 @@ static inline int vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
 /* The low byte of every lane. */
 static inline void vi_store_bytes(int8_t *p, vi x) { _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(x)); }
 
+
+/* Sixteen vectors at rows [16][16], each reduced: lane r is row r. Vector k of a level's result holds
+ * rows k, 4 + k, 8 + k, 12 + k, so that the last shuffle leaves them in order. */
+#define VF_REDUCE_ROWS(name, op)                                                                   \
+    static inline vf name(const float *rows) {                                                     \
+        vf four[4], two[2];                                                                        \
+        for (int k = 0; k < 4; k++) {                                                              \
+            vf a = vf_load(rows + 16 * k), b = vf_load(rows + 16 * (k + 4));                       \
+            vf c = vf_load(rows + 16 * (k + 8)), d = vf_load(rows + 16 * (k + 12));                \
+            a = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));            \
+            c = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));            \
+            four[k] = op(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));      \
+        }                                                                                          \
+        for (int k = 0; k < 2; k++) {                                                              \
+            vf a = four[2 * k], b = four[2 * k + 1];                                               \
+            two[k] = op(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));             \
+        }                                                                                          \
+        return op(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd)); \
+    }
+VF_REDUCE_ROWS(vf_sum_rows, vf_add)
+VF_REDUCE_ROWS(vf_top_rows, vf_max)
+
+/* High and low bytes of 64 numbers of 16 bits: y = 256 high + low. Quads of tokens end up where the
+ * packing leaves them: quad f of unit u at byte 4 u + 16 f. */
+static inline void vi_split_tile(const vi y[4], int8_t *high, int8_t *low) {
+    vi a = _mm512_packs_epi32(y[0], y[1]), b = _mm512_packs_epi32(y[2], y[3]);
+    const vi half = _mm512_set1_epi16(128);
+    vi high_a = _mm512_srai_epi16(_mm512_add_epi16(a, half), 8), high_b = _mm512_srai_epi16(_mm512_add_epi16(b, half), 8);
+    vi low_a = _mm512_sub_epi16(a, _mm512_slli_epi16(high_a, 8)), low_b = _mm512_sub_epi16(b, _mm512_slli_epi16(high_b, 8));
+    _mm512_storeu_si512(high, _mm512_packs_epi16(high_a, high_b));
+    _mm512_storeu_si512(low, _mm512_packs_epi16(low_a, low_b));
+}
+static inline int split_unit(int unit) { return 4 * unit; }
+static inline int split_quad(int f) { return 16 * f; }
+
 #endif
