@@ -204,5 +204,6 @@ int cmd_serve(int argc, char **argv);
 int cmd_wrap(int argc, char **argv);
 int cmd_eval(int argc, char **argv);
 int cmd_inspect(int argc, char **argv);
+int cmd_bench(int argc, char **argv);
 
 #endif

@@ -21,6 +21,7 @@ static const command commands[] = {
     {"wrap", cmd_wrap, "run any llama.cpp program on the 2-bit cache"},
     {"eval", cmd_eval, "measure what methods cost: KL, perplexity, bits"},
     {"inspect", cmd_inspect, "say what is in a rotation file or a model"},
+    {"bench", cmd_bench, "measure attention over the cache and appending to it"},
 };
 
 static void print_help(FILE *file) {
