@@ -151,6 +151,7 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
         }
         ops->page(decode, c->keys[b], c->values[b], valid, masks);
     }
+    if (ops->end) ops->end(decode);
     for (int r = 0; r < n; r++)
         for (int i = 0; i < d; i++) out[r * d + i] = acc[r * d + i] / rows.row_sum[r];
     aligned_free(decode), aligned_free(q), aligned_free(acc), aligned_free(state), aligned_free(logits);
@@ -178,6 +179,7 @@ static int tables(const attn_decode_ops **out) {
     oscar_isa_select(NULL);
     if (isa_current() >= ISA_AVX2) out[n++] = &attn_decode_int2_avx2;
     if (isa_current() >= ISA_AVX512VNNI) out[n++] = &attn_decode_int2_avx512vnni;
+    if (isa_current() >= ISA_AMX) out[n++] = &attn_decode_int2_amx;
 #else
     (void)out;
 #endif
@@ -245,11 +247,78 @@ static void test_groups(void **state) {
     printf("worst error %.2e\n", worst);
 }
 
+/* The bias alone: its absolute error where it reaches a thousand. The weights left in the scratch say
+ * what a logit was; those that underflow say nothing. */
+static void test_large_bias(void **state) {
+    (void)state;
+    enum { D = 64, PAIRS = 16, ROWS = 9 };
+    random_state = rng_seed(__func__, 34);
+    const attn_decode_ops *ops[4];
+    int n_ops = tables(ops);
+    shape s = {.d = D, .bits_k = 2, .bits_v = 2, .n_rows = ROWS, .n_pairs = PAIRS, .length = TILE, .bias = 40.0f};
+    decode_case c = case_make(&s);
+    const int q_dim = D + 2 * PAIRS;
+    double worst = 0, largest = 0;
+    for (int o = 0; o < n_ops; o++) {
+        attn_decode *decode = make(1, sizeof *decode);
+        float q[ROWS * (D + 2 * PAIRS)] = {0}, bias[ROWS] = {0}, top[ROWS], sum[ROWS] = {0}, acc[ROWS * D] = {0}, logits[ROWS * TILE];
+        uint64_t masks[ROWS];
+        attn_rows rows = {.n_rows = ROWS, .head_dim = D, .q_dim = q_dim, .logit_scale = 0.125f, .q = q, .q_bias = bias,
+                          .row_max = top, .row_sum = sum, .acc = acc, .logits = logits};
+        decode->rows = &rows, decode->k_side = &c.k_side, decode->v_side = &c.v_side, decode->bias_table = c.table;
+        for (int r = 0; r < ROWS; r++) {
+            top[r] = -INFINITY, masks[r] = UINT64_MAX;
+            memcpy(q + r * q_dim + D, c.turned + r * 2 * PAIRS, sizeof(float) * 2 * PAIRS);
+        }
+        ops[o]->begin(decode);
+        ops[o]->page(decode, c.keys[0], c.values[0], UINT64_MAX, masks);
+        if (ops[o]->end) ops[o]->end(decode);
+        for (int r = 0; r < ROWS; r++)
+            for (int t = 0; t < TILE; t++) {
+                double want = 0;
+                for (int i = 0; i < 2 * PAIRS; i++) want += (double)c.turned[r * 2 * PAIRS + i] * c.table[i * TILE + t];
+                if (fabs(want) > largest) largest = fabs(want);
+                if (logits[r * TILE + t] < 1e-30f) continue;
+                double e = fabs((log((double)logits[r * TILE + t]) + top[r]) * 8 - want);
+                if (!(e <= worst)) worst = e;
+            }
+        aligned_free(decode);
+    }
+    printf("largest bias %.0f, worst absolute error %.1e\n", largest, worst);
+    assert_true(largest > 500 && worst < 0.01);
+    case_free(&c);
+}
+
+#if defined(__x86_64__)
+/* AMX: a caller's tile configuration is as it was afterwards. */
+static void test_tiles_are_restored(void **state) {
+    (void)state;
+    oscar_isa_select(NULL);
+    if (isa_current() < ISA_AMX) skip();
+    random_state = rng_seed(__func__, 35);
+    _Alignas(64) uint8_t before[64] = {1}, after[64], none[64] = {0};
+    before[16] = 32, before[48] = 5; /* tile 0: 5 rows of 32 bytes */
+    __asm__ volatile(".byte 0xc4,0xe2,0x78,0x49,0x00" : : "a"(before) : "memory"); /* ldtilecfg (%rax) */
+    double worst = 0;
+    decode_case c = case_make(&(shape){.d = 64, .bits_k = 2, .bits_v = 2, .n_rows = 7, .length = 70});
+    worst = check(&attn_decode_int2_amx, &c);
+    __asm__ volatile(".byte 0xc4,0xe2,0x79,0x49,0x00" : : "a"(after) : "memory"); /* sttilecfg (%rax) */
+    __asm__ volatile(".byte 0xc4,0xe2,0x78,0x49,0x00" : : "a"(none) : "memory");
+    assert_memory_equal(before, after, 64);
+    assert_true(worst < OUTPUT_ERROR);
+    case_free(&c);
+}
+#endif
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_lengths),
         cmocka_unit_test(test_shapes),
         cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_large_bias),
+#if defined(__x86_64__)
+        cmocka_unit_test(test_tiles_are_restored),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -102,7 +102,7 @@ OSCAR_API const char *oscar_version(void);
  * Instruction sets
  */
 
-/* The name of the code path in use: "ref", "avx2", "avx512", "avx512vnni". Chosen once, from CPUID and XCR0; the
+/* The name of the code path in use: "ref", "avx2", "avx512", "avx512vnni", "amx". Chosen once, from CPUID and XCR0; the
  * environment variable OSCAR_ISA forces one. */
 OSCAR_API const char *oscar_isa_name(void);
 /* Forces a path by name; NULL goes back to the automatic choice. OSCAR_ERROR_UNSUPPORTED when this

@@ -58,6 +58,8 @@ typedef struct attn_ops {
  * largest magnitude (weights: of the page's), and go through as a high and a low byte; everything
  * else is float. So results agree with the tiles to about 3e-5, not to the bit. */
 #define ATTN_DECODE_ROWS 16
+/* Chunks of 16 tracked pairs for which the table is kept in tiles. */
+#define ATTN_BIAS_CHUNKS 4
 
 typedef struct attn_decode {
     /* Set by the caller. */
@@ -73,6 +75,9 @@ typedef struct attn_decode {
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
     _Alignas(64) int8_t p_bytes[ATTN_DECODE_ROWS][2][64]; /* high, low */
+    /* AMX: the thread's tile configuration before begin; the constant rows as BF16 in tiles. */
+    _Alignas(64) uint8_t caller_tiles[64];
+    _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
 } attn_decode;
 
 typedef struct attn_decode_ops {
@@ -82,10 +87,13 @@ typedef struct attn_decode_ops {
     /* One page, as attn_ops.tile: keys and values point to the page sides. */
     void (*page)(attn_decode *decode, const uint8_t *keys, const uint8_t *values, uint64_t valid,
                  const uint64_t *masks);
+    /* After the last page; NULL: nothing to do. */
+    void (*end)(attn_decode *decode);
 } attn_decode_ops;
 
 extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
+extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
 /* The one of isa_current(); NULL where tiles are all there is. */
 const attn_decode_ops *attn_decode_current(void);
 

@@ -6,6 +6,7 @@
 const attn_ops *attn_ops_current(void) {
 #if defined(__x86_64__)
     switch (isa_current()) {
+    case ISA_AMX:
     case ISA_AVX512VNNI:
     case ISA_AVX512: return &attn_ops_avx512;
     case ISA_AVX2: return &attn_ops_avx2;
@@ -18,6 +19,7 @@ const attn_ops *attn_ops_current(void) {
 const attn_decode_ops *attn_decode_current(void) {
 #if defined(__x86_64__)
     switch (isa_current()) {
+    case ISA_AMX: return &attn_decode_int2_amx;
     case ISA_AVX512VNNI: return &attn_decode_int2_avx512vnni;
     case ISA_AVX512: /* without dot products its bytes gain nothing */
     case ISA_AVX2: return &attn_decode_int2_avx2;

@@ -26,12 +26,13 @@ static inline bool size_mul(size_t a, size_t b, size_t *out) { return !__builtin
 static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin_add_overflow(a, b, out); }
 
 /* The instruction sets that have code of their own, in rising order. */
-typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_AVX512VNNI = 3, ISA_COUNT } isa;
+typedef enum isa { ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_AVX512VNNI = 3, ISA_AMX = 4, ISA_COUNT } isa;
 /* The one in use: what CPUID and XCR0 allow, or what OSCAR_ISA or oscar_isa_select() force. An
  * OSCAR_ISA that this machine cannot run changes nothing; oscar_isa_name() tells. */
 isa isa_current(void);
 /* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
-isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0);
+isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+                   uint64_t xcr0);
 
 /* Conversions that give the same bits on every path: round to nearest even, overflow of finite
  * values saturates to the largest finite fp16 (OSCAR stores no infinities). */

@@ -8,33 +8,53 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
-static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni"};
+static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 
-isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint64_t xcr0) {
+isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+                   uint64_t xcr0) {
     const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
     const uint32_t avx2 = 1u << 5;
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
     const uint32_t vnni = 1u << 11; /* of leaf 7's ECX */
+    const uint32_t amx = 1u << 22 | 1u << 24 | 1u << 25; /* of its EDX: BF16, TILE, INT8 */
     const uint32_t leaf1 = fma | osxsave | avx | f16c;
     /* The operating system must save the registers too, or the first use is a fault: XCR0 bits 1-2
      * are xmm and ymm, 5-7 the mask registers and zmm. */
     if ((leaf1_ecx & leaf1) != leaf1 || !(leaf7_ebx & avx2) || (xcr0 & 0x6) != 0x6) return ISA_REF;
     if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6) return ISA_AVX2;
-    return leaf7_ecx & vnni ? ISA_AVX512VNNI : ISA_AVX512;
+    if (!(leaf7_ecx & vnni)) return ISA_AVX512;
+    /* Bits 17 and 18 are the tiles and their configuration. */
+    if ((leaf7_edx & amx) != amx || (xcr0 & 0x60000) != 0x60000) return ISA_AVX512VNNI;
+    return ISA_AMX;
+}
+
+/* Linux gives a process the tile registers only on request (they make signal frames larger). */
+static bool tiles_granted(void) {
+#if defined(__x86_64__) && defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return false;
+#endif
 }
 
 static isa isa_best(void) {
 #if defined(__x86_64__)
-    uint32_t a, b, c, d, leaf1_ecx, leaf7_ebx, leaf7_ecx;
+    uint32_t a, b, c, d, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx;
     if (!__get_cpuid(1, &a, &b, &leaf1_ecx, &d)) return ISA_REF;
     if (!(leaf1_ecx & 1u << 27)) return ISA_REF; /* no OSXSAVE: XGETBV itself would fault */
-    if (!__get_cpuid_count(7, 0, &a, &leaf7_ebx, &leaf7_ecx, &d)) return ISA_REF;
+    if (!__get_cpuid_count(7, 0, &a, &leaf7_ebx, &leaf7_ecx, &leaf7_edx)) return ISA_REF;
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     (void)b, (void)c;
-    return isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, (uint64_t)high << 32 | low);
+    isa best = isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, (uint64_t)high << 32 | low);
+    return best == ISA_AMX && !tiles_granted() ? ISA_AVX512VNNI : best;
 #else
     return ISA_REF;
 #endif

@@ -199,6 +199,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
+    if (prefetch && decode_ops(cache, rows)->end) decode_ops(cache, rows)->end(scratch->decode);
 }
 
 /* Divides by the softmax sum, turns the values back and writes the rows out. */

@@ -192,7 +192,7 @@ static oscar_status measure_append(bench *b, int32_t n, json_t *results, oscar_e
 
 /* Plain C's output is what the others are compared with. */
 static oscar_status run_paths(bench *b, bool attn, const char *only, json_t *results, oscar_error *error) {
-    static const char *const names[] = {"ref", "avx2", "avx512", "avx512vnni"};
+    static const char *const names[] = {"ref", "avx2", "avx512", "avx512vnni", "amx"};
     float *want = calloc((size_t)b->n_seqs * q_floats(b), sizeof(float));
     double ns, seconds = b->seconds;
     oscar_status status = want ? oscar_isa_select("ref") : OSCAR_ERROR_MEMORY;
@@ -266,7 +266,7 @@ int cmd_bench(int argc, char **argv) {
         {"rotations", 0, CLI_STRING, &rotations, "FILE", "a rotation file of one layer, whose shape, tracked pairs\nand bits are taken"},
         {"depth", 0, CLI_INT, &depth, "N", "tokens of a sequence (default 4096)"},
         {"seqs", 0, CLI_INT, &seqs, "N", "most sequences in a step, 1, 4, 16, ... (default 4)"},
-        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avx512, avx512vnni (default: all that\nrun here but ref)"},
+        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avx512, avx512vnni, amx (default: all that\nrun here but ref)"},
         {"seconds", 0, CLI_DOUBLE, &seconds, "S", "time spent on a number (default 0.5)"},
         {"json", 0, CLI_FLAG, &json, NULL, "print JSON"},
     };

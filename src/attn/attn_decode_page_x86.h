@@ -1,0 +1,265 @@
+/*
+ * attn_decode_page_x86.h - what decode kernels on the codes share: planes of codes, bytes of queries
+ * and weights, the bias, the softmax, and the order of a page. Included after attn_vec_*.h; the
+ * includer defines DOT_ROWS, the rows of the highest register block, and DECODE_BLOCKS(X), which is
+ * X(1) .. X(DOT_ROWS).
+ */
+#ifndef OSCAR_ATTN_DECODE_PAGE_X86_H
+#define OSCAR_ATTN_DECODE_PAGE_X86_H
+
+#include "attn/attn_softmax_x86.h"
+
+#include <assert.h>
+
+/* The largest magnitude as an integer: 127 high bytes, and a low byte of at most 127. */
+#define BYTES_MAX 32512.0f
+/* Bytes from a 64-byte block's start to vector v of it, and between vectors of one register block:
+ * blocks of a tile row lie a stride apart, and an AVX2 vector is half a block. */
+#define VEC_BYTES (4 * LANES)
+
+/* One plane or two of codes, from the first vector of a register block on. A unit is 16 channels
+ * (keys) or tokens (values). */
+typedef struct code_plane {
+    const uint8_t *low, *high;
+    int64_t unit, high_unit; /* bytes to the next unit; high: of a second plane of 3 bits two units */
+    int64_t vec, high_vec;   /* bytes to the next vector */
+} code_plane;
+
+/* The codes of quad f as bytes. high: the word of the second plane, shifted to this unit's half. */
+INLINE vi quad_codes(const int bits, const int f, vi word, vi high) {
+    vi codes = vi_and(f ? vi_shr(word, 2 * f) : word, vi_set1(0x03030303));
+    if (bits == 3) {
+        vi bit = f < 2 ? vi_shl(high, 2 - f) : vi_shr(high, f - 2);
+        codes = vi_or(codes, vi_and(bit, vi_set1(0x04040404)));
+    } else if (bits == 4) {
+        vi pair = f < 1 ? vi_shl(high, 2) : vi_shr(high, 2 * f - 2);
+        codes = vi_or(codes, vi_and(pair, vi_set1(0x0c0c0c0c)));
+    }
+    return codes;
+}
+
+/* Vector `vec` of the tokens of a key side. */
+INLINE code_plane key_plane(const int bits, const page_side *side, const uint8_t *page, int vec) {
+    int64_t n_blocks = side->head_dim / 16, n_high = bits == 3 ? (n_blocks + 1) / 2 : n_blocks;
+    int64_t tile = vec / UNIT_VECS, part = vec % UNIT_VECS * VEC_BYTES;
+    return (code_plane){
+        .low = page + tile * n_blocks * 64 + part,
+        .high = page + side->high_offset + tile * n_high * 64 + part,
+        .unit = 64,
+        .high_unit = 64,
+        .vec = UNIT_VECS == 1 ? n_blocks * 64 : VEC_BYTES,
+        .high_vec = UNIT_VECS == 1 ? n_high * 64 : VEC_BYTES,
+    };
+}
+
+/* Vector `vec` of the channels of a value side. */
+INLINE code_plane value_plane(const page_side *side, const uint8_t *page, int vec) {
+    int64_t row_bytes = side->head_dim / 16 * 64;
+    return (code_plane){
+        .low = page + vec * VEC_BYTES,
+        .high = page + side->high_offset + vec * VEC_BYTES,
+        .unit = row_bytes,
+        .high_unit = row_bytes,
+        .vec = VEC_BYTES,
+        .high_vec = VEC_BYTES,
+    };
+}
+
+/* --- bias ----------------------------------------------------------------------------------- */
+
+/* logits += turned query times the constant rows, two vectors of tokens at a time. */
+INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
+    enum { N = 2 };
+    const attn_rows *rows = d->rows;
+    const float *q = rows->q + (int64_t)r0 * rows->q_dim + rows->head_dim;
+    const int n_k = rows->q_dim - rows->head_dim;
+    const int64_t stride = rows->q_dim;
+    for (int vec = 0; vec < TILE_VECS; vec += N) {
+        float *logits = rows->logits + (int64_t)r0 * TILE + vec * LANES;
+        const float *table = d->bias_table + vec * LANES;
+        vf sum[DOT_ROWS][N];
+        UNROLL for (int r = 0; r < DOT_ROWS; r++)
+            UNROLL for (int v = 0; v < N; v++)
+                sum[r][v] = r < n_rows ? vf_load(logits + r * TILE + v * LANES) : vf_zero();
+        for (int k = 0; k < n_k; k++, table += TILE) {
+            vf b[N];
+            UNROLL for (int v = 0; v < N; v++) b[v] = vf_load(table + v * LANES);
+            UNROLL for (int r = 0; r < DOT_ROWS; r++)
+                UNROLL for (int v = 0; v < N; v++)
+                    if (r < n_rows) sum[r][v] = vf_fma(vf_set1(q[r * stride + k]), b[v], sum[r][v]);
+        }
+        UNROLL for (int r = 0; r < DOT_ROWS; r++)
+            UNROLL for (int v = 0; v < N; v++)
+                if (r < n_rows) vf_store(logits + r * TILE + v * LANES, sum[r][v]);
+    }
+}
+
+#define BIAS_KERNEL(rows)                                                                          \
+    static void bias_##rows(attn_decode *d, int r0) { bias_rows(rows, d, r0); }
+#define BIAS_ENTRY(rows) [rows - 1] = bias_##rows,
+DECODE_BLOCKS(BIAS_KERNEL)
+static void (*const bias_kernels[DOT_ROWS])(attn_decode *d, int r0) = {DECODE_BLOCKS(BIAS_ENTRY)};
+
+static void bias_products(attn_decode *d) {
+    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
+    for (int i = 0; i < n_blocks; i++) {
+        int r0 = n * i / n_blocks;
+        bias_kernels[n * (i + 1) / n_blocks - r0 - 1](d, r0);
+    }
+}
+
+/* --- bytes ---------------------------------------------------------------------------------- */
+
+/* n floats (a multiple of 16) to high and low bytes of round(x inverse); returns their sum. */
+INLINE int32_t split_bytes(int n, const float *x, float inverse, int8_t *high, int8_t *low) {
+    vi total = vi_zero();
+    for (int i = 0; i < n; i += LANES) {
+        vi y = vi_from_float(vf_mul(vf_load(x + i), vf_set1(inverse)));
+        total = vi_add(total, y);
+        vi_store_bytes(low + i, y);
+        vi_store_bytes(high + i, vi_sra(vi_add(y, vi_set1(128)), 8));
+    }
+    return vi_sum(total);
+}
+
+/* What a magnitude is multiplied by to fill the bytes. Tiny ones could overflow it: they are 0. */
+static inline float bytes_inverse(float top) { return top > 1e-30f ? BYTES_MAX / top : 0.0f; }
+
+static void begin(attn_decode *d) {
+    const attn_rows *rows = d->rows;
+    const page_side *side = d->k_side;
+    assert(rows->n_rows <= ATTN_DECODE_ROWS);
+    for (int r = 0; r < rows->n_rows; r++) {
+        const float *q = rows->q + (int64_t)r * rows->q_dim;
+        vf top = vf_zero();
+        for (int i = 0; i < rows->head_dim; i += LANES) top = vf_max(top, vf_abs(vf_load(q + i)));
+        float inverse = bytes_inverse(vf_top(top));
+        d->q_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+        for (int g = 0; g < side->n_groups; g++) {
+            int at = g * side->group;
+            int32_t sum = split_bytes(side->group, q + at, inverse, d->q_bytes[r][0] + at, d->q_bytes[r][1] + at);
+            d->q_sum[r][g] = d->q_scale[r] * (float)sum;
+        }
+    }
+}
+
+/* --- softmax ---------------------------------------------------------------------------------- *
+ * As row_softmax, in passes over the rows between which what is a number a row is a vector of rows.
+ */
+
+typedef struct row_vectors {
+    _Alignas(64) float at[ATTN_DECODE_ROWS][LANES]; /* to be reduced to a number a row */
+} row_vectors;
+
+/* The number of every row from its vector; whole vectors are written. */
+INLINE void reduce_rows(int n, row_vectors *v, const bool top, float *out) {
+    for (int r = n; r % LANES != 0; r++) vf_store(v->at[r], vf_zero());
+    for (int r = 0; r < n; r += LANES) vf_store(out + r, top ? vf_top_rows(v->at[r]) : vf_sum_rows(v->at[r]));
+}
+
+/* Products to logits, in place, and the top of each row. */
+static void finish_logits(attn_decode *d, const uint64_t *masks, float *tops) {
+    const attn_rows *rows = d->rows;
+    const vf scale = vf_set1(rows->logit_scale), cap = vf_set1(rows->logit_softcap);
+    row_vectors top;
+    for (int r = 0; r < rows->n_rows; r++) {
+        float *logits = rows->logits + (int64_t)r * TILE;
+        vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r] * rows->logit_scale);
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_fma(vf_load(logits + v * LANES), scale, bias);
+        if (rows->logit_softcap > 0.0f)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_mul(cap, vf_tanh(vf_div(x[v], cap)));
+        if (masks[r] != UINT64_MAX)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(masks[r], v * LANES), x[v]);
+        vf most = x[0];
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            most = vf_max(most, x[v]);
+            vf_store(logits + v * LANES, x[v]);
+        }
+        vf_store(top.at[r], most);
+    }
+    reduce_rows(rows->n_rows, &top, true, tops);
+}
+
+/* New maxima, what logits are taken relative to (never -inf), and the factors of all before. */
+static void move_maxima(attn_decode *d, const float *tops, float *bases) {
+    attn_rows *rows = d->rows;
+    for (int r = 0; r < rows->n_rows; r++) {
+        float before = rows->row_max[r], now = before > tops[r] ? before : tops[r];
+        bases[r] = now > -INFINITY ? now : 0.0f;
+        rows->row_max[r] = now;
+        d->alpha[r] = before - bases[r];
+    }
+    for (int r = rows->n_rows; r % LANES != 0; r++) d->alpha[r] = 0.0f;
+    for (int r = 0; r < rows->n_rows; r += LANES) vf_store(d->alpha + r, vf_exp(vf_load(d->alpha + r)));
+}
+
+static void softmax_rows(attn_decode *d, const uint64_t *masks) {
+    attn_rows *rows = d->rows;
+    float tops[ATTN_DECODE_ROWS], bases[ATTN_DECODE_ROWS], sums[ATTN_DECODE_ROWS];
+    row_vectors total;
+    finish_logits(d, masks, tops);
+    move_maxima(d, tops, bases);
+    for (int r = 0; r < rows->n_rows; r++) {
+        float *weights = rows->logits + (int64_t)r * TILE;
+        vf sum = vf_zero();
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_exp(vf_sub(vf_load(weights + v * LANES), vf_set1(bases[r])));
+            vf_store(weights + v * LANES, p);
+            sum = vf_add(sum, p);
+        }
+        vf_store(total.at[r], sum);
+    }
+    reduce_rows(rows->n_rows, &total, false, sums);
+    for (int r = 0; r < rows->n_rows; r++) rows->row_sum[r] = rows->row_sum[r] * d->alpha[r] + sums[r];
+}
+
+/* Weights times the steps of group g of the values, as bytes; and times the offsets, summed. */
+static void weight_bytes(attn_decode *d, const uint8_t *params, uint64_t valid) {
+    const int n = d->rows->n_rows;
+    const float *weights = d->rows->logits;
+    vf steps[TILE_VECS], offsets[TILE_VECS];
+    row_vectors top, offset;
+    float tops[ATTN_DECODE_ROWS];
+    UNROLL for (int v = 0; v < TILE_VECS; v++) load_params(params, v * LANES, valid, &steps[v], &offsets[v]);
+    for (int r = 0; r < n; r++) {
+        vf most = vf_zero(), sum = vf_zero();
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
+            most = vf_max(most, vf_abs(vf_mul(p, steps[v])));
+            sum = vf_fma(p, offsets[v], sum);
+        }
+        vf_store(top.at[r], most);
+        vf_store(offset.at[r], sum);
+    }
+    reduce_rows(n, &top, true, tops);
+    reduce_rows(n, &offset, false, d->p_offset);
+    for (int r = 0; r < n; r++) {
+        float inverse = bytes_inverse(tops[r]);
+        d->p_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+        vi y[TILE_VECS];
+        UNROLL for (int v = 0; v < TILE_VECS; v++) {
+            vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
+            y[v] = vi_from_float(vf_mul(vf_mul(p, steps[v]), vf_set1(inverse)));
+        }
+        vi_split_tile(y, d->p_bytes[r][0], d->p_bytes[r][1]);
+    }
+}
+
+/* --- a page --------------------------------------------------------------------------------- */
+
+/* keys: logits = q.x^; bias: logits += turned query times the constant rows; values: acc = alpha acc +
+ * weights times values of group g. */
+INLINE void decode_page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks,
+                        void (*key_products)(attn_decode *d, const uint8_t *page, uint64_t valid),
+                        void (*bias)(attn_decode *d),
+                        void (*value_products)(attn_decode *d, const uint8_t *page, int g)) {
+    key_products(d, keys, valid);
+    if (d->rows->q_dim > d->rows->head_dim) bias(d);
+    softmax_rows(d, masks);
+    for (int g = 0; g < d->v_side->n_groups; g++) {
+        weight_bytes(d, values + d->v_side->params_offset + g * 256, valid);
+        value_products(d, values, g);
+    }
+}
+
+#endif
