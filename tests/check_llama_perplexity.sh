@@ -22,7 +22,7 @@ if [ -f "$text" ]; then
 else
     cat "$source_dir/README.md" "$source_dir"/docs/*.md >"$work/text"
 fi
-chunks=${OSCAR_TEST_CHUNKS:-8}
+chunks=${OSCAR_TEST_CHUNKS:-4} # README's figures are of 8
 
 # ppl MODEL exact_attention|"" [VARIABLE=VALUE...]: the final estimate
 ppl() {

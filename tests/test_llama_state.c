@@ -81,7 +81,7 @@ static void round_trip(int kv_type, const char *name) {
     assert_true(oscar_llama_memory_seq_rm(h.layer, 0, N - 40, -1));
     assert_int_equal(run(h, tokens, N - 40, N, 40, 0), 0);
     float *back = go_on(h, 0);
-    assert_same(reference, back, kv_type == OSCAR_KV_F32 ? 1e-3 : 0.5, "rolled back by 40 after the restore");
+    assert_same(reference, back, 1e-3, "rolled back by 40 after the restore");
     free(back);
 
     held fresh = hold(kv_type, 2, N_CTX);
@@ -367,6 +367,10 @@ static void test_known_prompts(void **state) {
 }
 
 int main(void) {
+    /* Equal to the bit, so on a path that decodes as it prefills. The kernels on codes round queries and
+     * weights to 16 bits (test_attn_decode bounds that), and ggml's rounding of activations to 8 bits
+     * makes half a logit of it. */
+    if (oscar_isa_select("avx512") != OSCAR_OK) assert_int_equal(oscar_isa_select("ref"), OSCAR_OK);
     if (!open_model()) return 77;
     uint64_t rng = rng_seed("test_llama_state", 77);
     for (int i = 0; i < N + N_MORE; i++) tokens[i] = (llama_token)(1000 + rng_next(&rng) % 20000);

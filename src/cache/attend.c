@@ -113,9 +113,10 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     attn_ops_current()->tile(rows, keys, values, masks);
 }
 
-/* The kernels that work on the codes; NULL: pages go through floats. */
-static const attn_decode_ops *decode_ops(const oscar_cache *cache, const attn_rows *rows) {
-    bool floats = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+/* The kernels that work on the codes; NULL: pages go through floats. They round queries and weights to
+ * 16 bits, so the last few tokens of a long run do not take them: how a prompt is cut changes nothing. */
+static const attn_decode_ops *decode_ops(const oscar_cache *cache, const step_block *block, const attn_rows *rows) {
+    bool floats = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi || !block->short_run;
     return floats || rows->n_rows > ATTN_DECODE_ROWS ? NULL : attn_decode_current();
 }
 
@@ -129,12 +130,12 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
         memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
         gather_pairs(cache, block, head, rows, scratch->pairs);
     }
-    if (!decode_ops(cache, rows)) return;
+    if (!decode_ops(cache, block, rows)) return;
     scratch->decode->rows = rows;
     scratch->decode->k_side = &layer->k_side;
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
-    decode_ops(cache, rows)->begin(scratch->decode);
+    decode_ops(cache, block, rows)->begin(scratch->decode);
 }
 
 /* Asks for the next page: pages lie anywhere in memory, so the
@@ -154,8 +155,8 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
         return;
     }
     uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
-    if (decode_ops(cache, rows)) {
-        decode_ops(cache, rows)->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
+    if (decode_ops(cache, block, rows)) {
+        decode_ops(cache, block, rows)->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
         return;
     }
     const attn_ops *ops = attn_ops_current();
@@ -180,7 +181,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
     begin_pages(cache, block, head, rows, scratch);
-    bool prefetch = decode_ops(cache, rows) != NULL;
+    bool prefetch = decode_ops(cache, block, rows) != NULL;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
         for (int32_t i = 0; i < block->count; i++) {
@@ -199,7 +200,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
-    if (prefetch && decode_ops(cache, rows)->end) decode_ops(cache, rows)->end(scratch->decode);
+    if (prefetch && decode_ops(cache, block, rows)->end) decode_ops(cache, block, rows)->end(scratch->decode);
 }
 
 /* Divides by the softmax sum, turns the values back and writes the rows out. */

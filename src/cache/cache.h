@@ -91,6 +91,7 @@ typedef struct step_block {
     int32_t n_splits; /* the pages are cut in so many parts, merged in order */
     int32_t partial;  /* first partial result, when n_splits > 1 */
     int32_t page_begin, page_end;
+    bool short_run; /* decode or verification: few tokens of this sequence in the step */
 } step_block;
 
 /* What one thread works in. */

@@ -120,6 +120,7 @@ static void add_block(oscar_cache *cache, step_block block, bool split, int32_t 
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
     int32_t pages = block.page_end - block.page_begin;
+    block.short_run = split;
     block.n_splits = split ? (pages + SPLIT_PAGES - 1) / SPLIT_PAGES : 1;
     if (block.n_splits > 1 && *n_partials + block.n_splits * heads > cache->max_partials) block.n_splits = 1;
     block.partial = *n_partials;
@@ -146,7 +147,7 @@ static void plan_blocks(oscar_cache *cache) {
             int32_t count = end - j < most ? end - j : most;
             int32_t first = in->positions[s->queries[j]], last = in->positions[s->queries[j + count - 1]];
             int32_t low = window > 0 && first - window + 1 > 0 ? first - window + 1 : 0;
-            add_block(cache, (step_block){j, count, seq, 1, 0, low / OSCAR_PAGE_TOKENS, last / OSCAR_PAGE_TOKENS + 1},
+            add_block(cache, (step_block){j, count, seq, 1, 0, low / OSCAR_PAGE_TOKENS, last / OSCAR_PAGE_TOKENS + 1, false},
                       split, &n_partials);
         }
         i = end;
