@@ -3,15 +3,7 @@
 # refused by name.
 # usage: check_llama_programs.sh BUILD_DIR [MODEL]
 set -euo pipefail
-build=$(cd "$1" && pwd)
-source_dir=$(cd "$(dirname "$0")/.." && pwd)
-. "$source_dir/scripts/common.sh"
-preload=$build/liboscar-llama.so
-[ -f "$preload" ] || { echo "built without llama.cpp"; exit 77; }
-llama=$(sed -n 's/^OSCAR_LLAMA_DIR:PATH=//p' "$build/CMakeCache.txt")
-model=$(oscar_cache_dir)/models/${2:-smollm2}.gguf
-[ -f "$model" ] || { echo "no model: $model"; exit 77; }
-work=$(mktemp -d)
+. "$(dirname "$0")/llama_setup.sh"
 trap 'rm -rf "$work"' EXIT
 fail() { printf 'check_llama_programs: %s\n' "$*" >&2; tail -n 5 "$work/err" >&2; exit 1; }
 unset OSCAR_ROTATIONS OSCAR_SINK OSCAR_RECENT OSCAR_LOOKAHEAD OSCAR_BITS_K OSCAR_BITS_V OSCAR_KV_MEMORY OSCAR_PASS_THROUGH

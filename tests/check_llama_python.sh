@@ -4,19 +4,11 @@
 # alone they do not, and are told.
 # usage: check_llama_python.sh BUILD_DIR [MODEL]
 set -euo pipefail
-build=$(cd "$1" && pwd)
-source_dir=$(cd "$(dirname "$0")/.." && pwd)
-. "$source_dir/scripts/common.sh"
-preload=$build/liboscar-llama.so
-[ -f "$preload" ] || { echo "built without llama.cpp"; exit 77; }
+. "$(dirname "$0")/llama_setup.sh"
 if ldd "$preload" | grep -q 'lib[at]san'; then echo "a sanitised library cannot be opened later"; exit 77; fi
-llama=$(sed -n 's/^OSCAR_LLAMA_DIR:PATH=//p' "$build/CMakeCache.txt")
 libraries=$llama/bin
 [ -e "$libraries/libllama.so" ] || libraries=$llama/lib
-model=$(oscar_cache_dir)/models/${2:-smollm2}.gguf
-[ -f "$model" ] || { echo "no model: $model"; exit 77; }
 if [ "$(uname -m)" != x86_64 ]; then echo "structures are passed as x86-64 does"; exit 77; fi
-work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { printf 'check_llama_python: %s\n' "$*" >&2; cat "$work/err" >&2; exit 1; }
 "$source_dir/scripts/front-library.sh" "$work/front" "$preload" "$libraries" >"$work/out" 2>"$work/err" || fail "no front library"

@@ -3,16 +3,8 @@
 # answers them one by one, goes on from a prompt it knows, and nothing it does is refused.
 # usage: check_llama_server.sh BUILD_DIR [MODEL]
 set -euo pipefail
-build=$(cd "$1" && pwd)
-source_dir=$(cd "$(dirname "$0")/.." && pwd)
-. "$source_dir/scripts/common.sh"
-preload=$build/liboscar-llama.so
-[ -f "$preload" ] || { echo "built without llama.cpp"; exit 77; }
-llama=$(sed -n 's/^OSCAR_LLAMA_DIR:PATH=//p' "$build/CMakeCache.txt")
-model=$(oscar_cache_dir)/models/${2:-smollm2}.gguf
-[ -f "$model" ] || { echo "no model: $model"; exit 77; }
+. "$(dirname "$0")/llama_setup.sh"
 command -v curl >/dev/null || { echo "no curl"; exit 77; }
-work=$(mktemp -d)
 server=
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; wait 2>/dev/null || true; rm -rf "$work"' EXIT
 fail() { printf 'check_llama_server: %s\n' "$*" >&2; tail -n 15 "$work/log" >&2; exit 1; }

@@ -134,17 +134,17 @@ static void check_model(const expected_model *e) {
 
 static void test_smollm2(void **state) {
     (void)state;
-    check_model(&(expected_model){"smollm2", 30, 9, 3, 64, OSCAR_ROPE_ADJACENT, 1e5, 1e5, 0, 0});
+    check_model(&(expected_model){"smollm2-135m", 30, 9, 3, 64, OSCAR_ROPE_ADJACENT, 1e5, 1e5, 0, 0});
 }
 
 static void test_qwen(void **state) {
     (void)state;
-    check_model(&(expected_model){"qwen", 24, 14, 2, 64, OSCAR_ROPE_HALF_SPLIT, 1e6, 1e6, 0, 0});
+    check_model(&(expected_model){"qwen2.5-coder-0.5b", 24, 14, 2, 64, OSCAR_ROPE_HALF_SPLIT, 1e6, 1e6, 0, 0});
 }
 
 static void test_gemma(void **state) {
     (void)state;
-    check_model(&(expected_model){"gemma", 18, 4, 1, 256, OSCAR_ROPE_HALF_SPLIT, 1e4, 1e6, 512, 6});
+    check_model(&(expected_model){"gemma-3-270m", 18, 4, 1, 256, OSCAR_ROPE_HALF_SPLIT, 1e4, 1e6, 512, 6});
 }
 
 static void quiet(enum ggml_log_level level, const char *text, void *user) {

@@ -83,8 +83,8 @@ static void quiet(enum ggml_log_level level, const char *text, void *user) {
 static bool open_model(void) {
     const char *cache = getenv("OSCAR_CACHE"), *home = getenv("HOME");
     char path[1024];
-    if (cache) snprintf(path, sizeof path, "%s/models/smollm2.gguf", cache);
-    else snprintf(path, sizeof path, "%s/.cache/oscar/models/smollm2.gguf", home ? home : "");
+    if (cache) snprintf(path, sizeof path, "%s/models/smollm2-135m.gguf", cache);
+    else snprintf(path, sizeof path, "%s/.cache/oscar/models/smollm2-135m.gguf", home ? home : "");
     if (access(path, R_OK) != 0) {
         printf("skipped: no model at %s\n", path);
         return false;
