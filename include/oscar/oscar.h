@@ -14,7 +14,8 @@
  *   3. For every chunk of tokens: oscar_seq_reserve(), then oscar_cache_attend() once for each
  *      layer (appends the chunk's keys and values, computes its attention), then
  *      oscar_seq_advance().
- *   4. oscar_seq_fork(), oscar_seq_truncate(), oscar_seq_clear() at any time between chunks.
+ *   4. oscar_seq_fork(), oscar_seq_truncate(), oscar_seq_clear(), oscar_seq_attach_prefix() at any
+ *      time between chunks.
  *
  * Example (one sequence, error handling left out)
  *
@@ -220,7 +221,7 @@ typedef struct oscar_cache_stats {
     uint32_t struct_size;
     int64_t page_bytes;          /* one page of 64 tokens, all layers */
     int64_t pages_total;         /* history pages in the pool */
-    int64_t pages_free;
+    int64_t pages_free;          /* hold nothing; see pages_cached */
     int64_t pages_live;          /* referenced by at least one sequence */
     int64_t pages_shared;        /* of those, referenced by more than one */
     int64_t overlay_page_bytes;  /* one page of 64 BF16 rows, all layers */
@@ -229,6 +230,19 @@ typedef struct oscar_cache_stats {
     int64_t scratch_bytes;       /* for the chunk in flight */
     int64_t exact_bytes_per_token; /* what the same rows take in fp16, all layers */
     double history_bits;         /* bits an element of a history page */
+    int64_t pages_cached;        /* referenced by no sequence, but found by their tokens; taken when
+                                    no page is free. live + cached + free is pages_total */
+    int64_t overlay_pages_cached;
+    int64_t overlay_pages_budget; /* live and cached ones together, except where live ones alone need
+                                     more: one chunk in flight, not one for each sequence */
+    int64_t history_bytes;       /* of live and cached pages */
+    int64_t overlay_bytes;
+    int64_t page_hits;           /* full pages of known tokens that sequences came to hold: found, */
+    int64_t page_misses;         /* and new */
+    int64_t pages_unequal;       /* of those: the tokens were there, but with rows that differ in bits */
+    int64_t page_evictions;      /* cached pages that were taken for something else */
+    int64_t overlay_evictions;
+    int64_t tokens_attached;     /* by oscar_seq_attach_prefix() */
 } oscar_cache_stats;
 OSCAR_API void oscar_cache_get_stats(const oscar_cache *cache, oscar_cache_stats *stats);
 
@@ -253,14 +267,43 @@ OSCAR_API oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_
 /* Shortens the sequence to n tokens. *n_missing (NULL is allowed) receives how many tokens of the
  * recent window of the next query have no BF16 row any more (0 when the rollback was within
  * `lookahead`): until `recent` new tokens have come these are seen quantised. A caller that cannot
- * accept that truncates to 0 and computes the tokens again. */
+ * accept that truncates to 0 and computes the tokens again. Rows of shared pages (see "Page sharing")
+ * that are still held are found again, so that less is missing after a deeper rollback. */
 OSCAR_API oscar_status oscar_seq_truncate(oscar_cache *cache, int32_t seq, int64_t n,
                                           int64_t *n_missing, oscar_error *error);
 /* dst becomes the first n tokens of src (n <= length of src). Full pages are shared, one partial
- * page is copied. What dst held is dropped. Errors: ARGUMENT, NO_SPACE (dst is then empty). */
+ * page is copied. What dst held is dropped. Errors: ARGUMENT, NO_SPACE (nothing is changed). */
 OSCAR_API oscar_status oscar_seq_fork(oscar_cache *cache, int32_t dst, int32_t src, int64_t n,
                                       oscar_error *error);
 OSCAR_API oscar_status oscar_seq_clear(oscar_cache *cache, int32_t seq, oscar_error *error);
+
+/* ------------------------------------------------------------------------------------------------
+ * Page sharing
+ *
+ * Full pages whose token ids are known (oscar_step.tokens) are held once: when a sequence completes a
+ * page that is already there with the same tokens from the start, the same salt and the same bytes,
+ * it takes that one. Tokens and bytes are compared, hashes only find. Pages that no sequence holds any
+ * more stay cached until their memory is needed, least recently used first, before anything is
+ * refused for lack of room. Tokens that saw fewer BF16 rows than the contract says (a rollback deeper
+ * than the cache could serve) are never shared, nor is what follows them.
+ */
+
+/* What else than token ids the rows of this sequence depend on (an adapter, a control vector, images
+ * behind placeholder tokens, a tenant). Pages are shared among equal salts alone. 0 at first; kept by
+ * _truncate, _clear and _restore, copied by _fork. ARGUMENT: bad id; the sequence holds tokens of
+ * another salt. */
+OSCAR_API oscar_status oscar_seq_set_salt(oscar_cache *cache, int32_t seq, uint64_t salt, oscar_error *error);
+/* The sequence drops what it holds and begins with the longest run of cached or live full pages that
+ * hold tokens [n_tokens], under its salt. *n_attached (NULL is allowed) receives how many tokens that
+ * is: a multiple of 64 and less than n_tokens, so that the last one is left to compute for its logits;
+ * 0 when nothing was found. The caller appends the rest.
+ * The next query must see BF16 rows in the sink and the recent window. They are kept with cached pages
+ * while overlay_pages_budget lasts; a prefix is cut to where at most missing_max rows of the window are
+ * gone. 0: as if the tokens had just been computed here; `recent`: the longest prefix, seen quantised
+ * where rows are gone, as after a deep oscar_seq_truncate(). Errors: ARGUMENT. */
+OSCAR_API oscar_status oscar_seq_attach_prefix(oscar_cache *cache, int32_t seq, const int32_t *tokens,
+                                               int64_t n_tokens, int64_t missing_max, int64_t *n_attached,
+                                               oscar_error *error);
 
 /* ------------------------------------------------------------------------------------------------
  * Saving and restoring a sequence (docs/FORMAT.md, "Saved sequence")
@@ -316,11 +359,13 @@ typedef struct oscar_step {
     float logit_softcap;      /* then cap * tanh(logit / cap); 0: off; negative, NaN: refused */
     const float *sink_logits; /* [n_q_heads]: one more logit in each softmax sum, with no value
                                  (attention sinks); NULL: none */
+    const int32_t *tokens;    /* [n_tokens] token ids, the same for every layer; NULL: not known
+                                 (embeddings), then these and later tokens' pages are not shared */
 } oscar_step;
 
 #define OSCAR_STEP_INIT                                                                            \
     {sizeof(oscar_step), 0, NULL, NULL, NULL, NULL, 0, 0, NULL, 0, 0, NULL, 0, 0, 0, NULL, 0, 0,   \
-     1.0f, 0.0f, NULL}
+     1.0f, 0.0f, NULL, NULL}
 
 /* Appends the step's keys and values to `layer` and writes its attention to step->out.
  * Errors: ARGUMENT (positions that do not continue their sequence, room not reserved, bad softcap),

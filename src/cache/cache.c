@@ -373,6 +373,7 @@ static bool make_scratch(oscar_cache *cache) {
     for (int32_t s = 0; s < cache->options.n_seqs_max; s++)
         for (int32_t b = 0; b < cache->max_pages; b++)
             cache->seqs[s].history[b] = cache->seqs[s].overlay[b] = NO_PAGE;
+    for (int32_t s = 0; s < cache->options.n_seqs_max; s++) cache->seqs[s].pure_end = INT64_MAX;
     return true;
 }
 
@@ -393,6 +394,7 @@ static oscar_status make_pools(oscar_cache *cache, size_t history_bytes, size_t 
         return error_set(error, OSCAR_ERROR_MEMORY, -1,
                          "a cache of %lld tokens takes %.1f GiB, this machine has %.1f GiB",
                          (long long)o->n_tokens_max, wanted / (1 << 30), memory / (1 << 30));
+    cache->overlay_budget = (int32_t)usual;
     if (!pool_init(&cache->history, cache->max_pages, history_bytes) ||
         !pool_init(&cache->overlay, (int32_t)n_overlay, overlay_bytes))
         return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for %.1f GiB of cache", wanted / (1 << 30));
@@ -418,7 +420,7 @@ static oscar_status create(oscar_cache **out, const oscar_cache_options *o, int3
     if (!make_layers(cache, o, &history_bytes, &overlay_bytes))
         status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's layers");
     if (!status) status = make_pools(cache, history_bytes, overlay_bytes, error);
-    if (!status && (!make_tables(cache) || !make_scratch(cache)))
+    if (!status && (!make_tables(cache) || !make_scratch(cache) || !share_init(cache)))
         status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's tables");
     if (status) {
         oscar_cache_free(cache);
@@ -465,6 +467,7 @@ void oscar_cache_free(oscar_cache *cache) {
     if (cache->thread_memory) region_release(cache->thread_memory, cache->thread_bytes * CACHE_MAX_THREADS);
     pool_destroy(&cache->history);
     pool_destroy(&cache->overlay);
+    share_destroy(cache);
     aligned_free(cache);
 }
 
@@ -482,25 +485,41 @@ static double kivi_bits(const oscar_cache *cache) {
     return bits / elements;
 }
 
-void oscar_cache_get_stats(const oscar_cache *cache, oscar_cache_stats *stats) {
-    uint32_t size = stats->struct_size;
-    if (size != sizeof *stats) return;
-    memset(stats, 0, sizeof *stats);
-    stats->struct_size = size;
+static oscar_cache_stats read_stats(const oscar_cache *cache) {
+    const page_pool *history = &cache->history, *overlay = &cache->overlay;
+    const page_index *index = &cache->index;
+    oscar_cache_stats s = {
+        .struct_size = sizeof s,
+        .page_bytes = (int64_t)history->page_bytes,
+        .pages_total = history->n_pages,
+        .pages_free = history->n_free,
+        .pages_live = pool_live(history),
+        .pages_shared = pool_shared(history),
+        .overlay_page_bytes = (int64_t)overlay->page_bytes,
+        .overlay_pages_total = overlay->n_pages,
+        .overlay_pages_live = pool_live(overlay),
+        .scratch_bytes = (int64_t)cache->scratch_bytes,
+        .pages_cached = history->n_cached,
+        .overlay_pages_cached = overlay->n_cached,
+        .overlay_pages_budget = cache->overlay_budget,
+        .page_hits = index->n_hits,
+        .page_misses = index->n_misses,
+        .page_evictions = index->n_evicted,
+        .pages_unequal = index->n_unequal,
+        .overlay_evictions = index->n_overlay_evicted,
+        .tokens_attached = index->n_attached,
+    };
     for (int32_t i = 0; i < cache->n_layers; i++)
-        stats->exact_bytes_per_token += 2 * 2 * (int64_t)cache->layers[i].shape.n_kv_heads *
-                                        cache->layers[i].shape.head_dim;
-    stats->page_bytes = (int64_t)cache->history.page_bytes;
-    stats->pages_total = cache->history.n_pages;
-    stats->pages_free = cache->history.n_free;
-    stats->pages_live = cache->history.n_pages - cache->history.n_free;
-    stats->pages_shared = pool_shared(&cache->history);
-    stats->overlay_page_bytes = (int64_t)cache->overlay.page_bytes;
-    stats->overlay_pages_total = cache->overlay.n_pages;
-    stats->overlay_pages_live = cache->overlay.n_pages - cache->overlay.n_free;
-    stats->scratch_bytes = (int64_t)cache->scratch_bytes;
-    stats->history_bits = cache->baseline_kivi
-                              ? kivi_bits(cache)
-                              : 8.0 * (double)cache->history.page_bytes /
-                                    ((double)stats->exact_bytes_per_token / 2 * OSCAR_PAGE_TOKENS);
+        s.exact_bytes_per_token += 2 * 2 * (int64_t)cache->layers[i].shape.n_kv_heads * cache->layers[i].shape.head_dim;
+    s.history_bytes = (s.pages_live + s.pages_cached) * s.page_bytes;
+    s.overlay_bytes = (s.overlay_pages_live + s.overlay_pages_cached) * s.overlay_page_bytes;
+    s.history_bits = cache->baseline_kivi ? kivi_bits(cache)
+                                          : 8.0 * (double)history->page_bytes /
+                                                ((double)s.exact_bytes_per_token / 2 * OSCAR_PAGE_TOKENS);
+    return s;
+}
+
+void oscar_cache_get_stats(const oscar_cache *cache, oscar_cache_stats *stats) {
+    if (stats->struct_size != sizeof *stats) return;
+    *stats = read_stats(cache);
 }

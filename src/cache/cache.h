@@ -21,30 +21,65 @@
 /* Most pages in a group of the KIVI baseline. */
 #define KIVI_MAX_PAGES 16
 
-/* Pages of one size in one region of memory. */
+/* Pages of one size in one region of memory. Live + cached + free is always n_pages. */
 typedef struct page_pool {
     uint8_t *memory; /* [n_pages, page_bytes] */
     size_t page_bytes;
     int32_t n_pages;
     int32_t n_free;
-    int32_t *free_stack; /* [n_pages] */
-    int32_t *refs;       /* [n_pages] 0: free */
+    int32_t n_cached;
+    int32_t *free_stack;     /* [n_pages] */
+    int32_t *refs;           /* [n_pages] 0: cached or free */
+    uint8_t *kept;           /* [n_pages] 1: cached, not free, when the last reference goes */
+    int32_t *newer, *older;  /* [n_pages] the list of cached pages */
+    int32_t newest, oldest;  /* NO_PAGE: none is cached */
 } page_pool;
 
 bool pool_init(page_pool *pool, int32_t n_pages, size_t page_bytes);
 void pool_destroy(page_pool *pool);
-int32_t pool_take(page_pool *pool); /* NO_PAGE when empty */
-void pool_ref(page_pool *pool, int32_t page);
+int32_t pool_take(page_pool *pool); /* a free page, now live; NO_PAGE when none is free */
+void pool_ref(page_pool *pool, int32_t page); /* of a live or cached page */
 void pool_unref(page_pool *pool, int32_t page); /* NO_PAGE is allowed */
+void pool_keep(page_pool *pool, int32_t page);   /* a live page */
+void pool_forget(page_pool *pool, int32_t page); /* a kept one; frees it when it is cached */
 int32_t pool_shared(const page_pool *pool);     /* pages with more than one reference */
 static inline uint8_t *pool_page(const page_pool *pool, int32_t page) {
     return pool->memory + (size_t)page * pool->page_bytes;
 }
+static inline int32_t pool_live(const page_pool *pool) { return pool->n_pages - pool->n_free - pool->n_cached; }
+
+/* What the index knows of a history page, see share.c. */
+typedef struct page_note {
+    int32_t parent;     /* page before it in its chain; NO_PAGE: the first */
+    int32_t n_children; /* indexed pages whose parent it is */
+    int32_t overlay;    /* page with the BF16 rows of all its tokens, or NO_PAGE */
+    int32_t next;       /* in its bucket */
+    uint64_t hash;
+    uint64_t salt;      /* of first pages; others have their parent's */
+} page_note;
+
+/* Full history pages by what they hold; a page is in the index exactly when its pool keeps it. */
+typedef struct page_index {
+    bool on;
+    page_note *notes;  /* [n_pages] */
+    int32_t *tokens;   /* [n_pages, 64] token ids, also of pages that are not full yet */
+    int32_t *buckets;  /* [n_buckets] first page */
+    int32_t n_buckets; /* a power of two */
+    int32_t *overlay_owner; /* [overlay pages] the history page of a kept overlay page */
+    int32_t *found;    /* [max_pages] scratch of a look-up */
+    /* Replaced by a test that makes every hash equal. */
+    uint64_t (*hash)(uint64_t before, int64_t position, const int32_t *tokens);
+    int64_t n_hits, n_misses, n_unequal, n_attached;
+    int64_t n_evicted, n_overlay_evicted;
+} page_index;
 
 typedef struct cache_seq {
     int64_t length;
     int64_t n_reserved; /* tokens past length that have history pages */
     int64_t recent_low; /* overlay rows are valid from here on, and below the sink */
+    int64_t known_end;  /* token ids are known of [0, known_end), past `length` while appending */
+    int64_t pure_end;   /* tokens from here on saw fewer BF16 rows than the contract says */
+    uint64_t salt;      /* what else the rows depend on */
     int32_t *history;   /* [max_pages] page numbers */
     int32_t *overlay;   /* [max_pages] or NO_PAGE */
 } cache_seq;
@@ -146,6 +181,8 @@ struct oscar_cache {
     int32_t max_pages; /* page table entries of a sequence */
     page_pool history, overlay;
     bool has_overlay;
+    int32_t overlay_budget; /* live and cached overlay pages; more only where all are live */
+    page_index index;
     cache_seq *seqs;
     int32_t *seq_scratch; /* [n_seqs_max] counters of step_prepare */
     int32_t *seq_next;    /* [n_seqs_max] */
@@ -174,6 +211,26 @@ oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_
 
 /* Fills geometry_hash and fit_hash. */
 void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options);
+
+/* share.c. Takes evict the least recently used cached page when no page is free (overlay: when the
+ * budget is used up); NO_PAGE when all are live. */
+bool share_init(oscar_cache *cache);
+void share_destroy(oscar_cache *cache);
+int32_t cache_take_history(oscar_cache *cache);
+int32_t cache_take_overlay(oscar_cache *cache);
+/* Puts the pages that the tokens [begin, end) completed into the index, or replaces them by equal
+ * ones that are there. */
+void share_completed(oscar_cache *cache, cache_seq *seq, int64_t begin, int64_t end);
+/* Takes a page that is live once, and has no children, out of the index: it is to be written. */
+void share_forget(oscar_cache *cache, int32_t page);
+
+/* seq.c. References BF16 rows that the index still has, for a sequence that lacks some of its recent
+ * window, and notes from where on its tokens are no longer what the contract says. */
+void seq_settle(oscar_cache *cache, cache_seq *seq);
+/* History pages that clearing the sequence would leave free or cached. */
+int32_t seq_own_pages(const oscar_cache *cache, const cache_seq *seq);
+/* BF16 rows that the query at position seq->length would see but that are gone. */
+int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *seq);
 
 /* The parts of a step, see step.c. */
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch);

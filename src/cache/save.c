@@ -266,13 +266,6 @@ oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_
     return OSCAR_OK;
 }
 
-/* Pages that clearing the sequence would give back. */
-static int32_t own_pages(const page_pool *pool, const int32_t *table, int32_t n) {
-    int32_t own = 0;
-    for (int32_t b = 0; b < n; b++) own += table[b] != NO_PAGE && pool->refs[table[b]] == 1;
-    return own;
-}
-
 oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data, size_t bytes, size_t *used,
                                oscar_error *error) {
     if (seq < 0 || seq >= cache->options.n_seqs_max)
@@ -282,11 +275,12 @@ oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data
     if (status) return status;
     cache_seq *s = &cache->seqs[seq];
     int32_t need = (int32_t)((h.n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS);
-    if (need > cache->history.n_free + own_pages(&cache->history, s->history, cache->max_pages))
-        return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "%lld saved tokens need %d pages, %d are free",
-                         (long long)h.n_tokens, need, cache->history.n_free);
+    int32_t room = cache->history.n_free + cache->history.n_cached + seq_own_pages(cache, s);
+    if (need > room)
+        return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "%lld saved tokens need %d pages, there is room for %d",
+                         (long long)h.n_tokens, need, room);
     oscar_seq_clear(cache, seq, NULL);
-    for (int32_t b = 0; b < need; b++) s->history[b] = pool_take(&cache->history);
+    for (int32_t b = 0; b < need; b++) s->history[b] = cache_take_history(cache);
     s->length = h.n_tokens;
     /* Saved under a longer lookahead: rows that this cache has no room for are passed over. */
     int64_t low = h.n_tokens - cache->options.recent - cache->options.lookahead;
@@ -294,7 +288,7 @@ oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data
     for (int64_t p = 0; p < h.n_tokens; p++) {
         int32_t *page = &s->overlay[p / OSCAR_PAGE_TOKENS];
         if (!has_overlay_row(cache, p, s->recent_low) || *page != NO_PAGE) continue;
-        *page = pool_take(&cache->overlay);
+        *page = cache_take_overlay(cache);
         if (*page == NO_PAGE) {
             oscar_seq_clear(cache, seq, NULL);
             return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");

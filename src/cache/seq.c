@@ -16,8 +16,9 @@ int64_t oscar_seq_length(const oscar_cache *cache, int32_t seq) {
     return cache->seqs[seq].length;
 }
 
+/* Last page first: a page in the index stays longer than those that follow it (share.c). */
 static void drop_pages(page_pool *pool, int32_t *table, int32_t begin, int32_t end) {
-    for (int32_t b = begin; b < end; b++) {
+    for (int32_t b = end - 1; b >= begin; b--) {
         pool_unref(pool, table[b]);
         table[b] = NO_PAGE;
     }
@@ -35,21 +36,44 @@ static void release_beyond(oscar_cache *cache, cache_seq *s, int64_t n) {
     }
 }
 
-/* A page that is to be written and that others hold as well is copied first. */
-static bool own_page(page_pool *pool, int32_t *entry) {
-    if (*entry == NO_PAGE || pool->refs[*entry] == 1) return true;
-    int32_t copy = pool_take(pool);
-    if (copy == NO_PAGE) return false;
-    memcpy(pool_page(pool, copy), pool_page(pool, *entry), pool->page_bytes);
-    pool_unref(pool, *entry);
-    *entry = copy;
+static bool is_common(const page_pool *pool, int32_t page) { return pool->refs[page] > 1 || pool->kept[page]; }
+
+/* The sequence's page b is replaced by a copy of its own. There must be a page for it. */
+static void copy_history(oscar_cache *cache, cache_seq *s, int32_t b) {
+    int32_t from = s->history[b], to = cache_take_history(cache);
+    memcpy(pool_page(&cache->history, to), pool_page(&cache->history, from), cache->history.page_bytes);
+    int32_t *tokens = cache->index.tokens;
+    memcpy(tokens + (size_t)to * OSCAR_PAGE_TOKENS, tokens + (size_t)from * OSCAR_PAGE_TOKENS,
+           OSCAR_PAGE_TOKENS * sizeof *tokens);
+    pool_unref(&cache->history, from);
+    s->history[b] = to;
+}
+
+static bool own_overlay(oscar_cache *cache, cache_seq *s, int32_t b) {
+    page_pool *pool = &cache->overlay;
+    int32_t from = s->overlay[b];
+    if (!cache->has_overlay || from == NO_PAGE || !is_common(pool, from)) return true;
+    int32_t to = cache_take_overlay(cache);
+    if (to == NO_PAGE) return false;
+    memcpy(pool_page(pool, to), pool_page(pool, from), pool->page_bytes);
+    pool_unref(pool, from);
+    s->overlay[b] = to;
     return true;
+}
+
+/* Whether the partial page that the sequence is to write must be copied first: others hold it, or it
+ * is in the index and worth keeping there, since other pages follow it and there is room. */
+static bool wants_copy(const oscar_cache *cache, int32_t page, int32_t wanted) {
+    const page_pool *pool = &cache->history;
+    if (pool->refs[page] > 1) return true;
+    return pool->kept[page] && cache->index.notes[page].n_children > 0 && wanted < pool->n_free + pool->n_cached;
 }
 
 oscar_status oscar_seq_reserve(oscar_cache *cache, int32_t seq, int64_t n_new, oscar_error *error) {
     oscar_status status = check_seq(cache, seq, error);
     if (status) return status;
     cache_seq *s = &cache->seqs[seq];
+    page_pool *pool = &cache->history;
     if (n_new < 0 || n_new > INT32_MAX - s->length)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "n_new is %lld", (long long)n_new);
 
@@ -57,18 +81,18 @@ oscar_status oscar_seq_reserve(oscar_cache *cache, int32_t seq, int64_t n_new, o
     int32_t last = (int32_t)(s->length / OSCAR_PAGE_TOKENS);
     bool partial = s->length % OSCAR_PAGE_TOKENS != 0 && n_new > 0;
     int32_t wanted = need > have ? need - have : 0;
-    if (partial && cache->history.refs[s->history[last]] > 1) wanted++;
-    if (wanted > cache->history.n_free || need > cache->max_pages)
+    bool copy = partial && wants_copy(cache, s->history[last], wanted);
+    if (wanted + copy > pool->n_free + pool->n_cached || need > cache->max_pages)
         return error_set(error, OSCAR_ERROR_NO_SPACE, -1,
-                         "%lld more tokens need %d pages of %d tokens, %d are free",
-                         (long long)n_new, wanted, OSCAR_PAGE_TOKENS, cache->history.n_free);
-    if (partial) {
-        own_page(&cache->history, &s->history[last]);
-        if (cache->has_overlay && !own_page(&cache->overlay, &s->overlay[last]))
-            return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");
-    }
-    if (need < have) drop_pages(&cache->history, s->history, need, have);
-    for (int32_t b = have; b < need; b++) s->history[b] = pool_take(&cache->history);
+                         "%lld more tokens need %d pages of %d tokens, %d are free or cached of %d",
+                         (long long)n_new, wanted + copy, OSCAR_PAGE_TOKENS, pool->n_free + pool->n_cached, pool->n_pages);
+    if (copy) copy_history(cache, s, last);
+    if (need < have) drop_pages(pool, s->history, need, have);
+    for (int32_t b = have; b < need; b++) s->history[b] = cache_take_history(cache);
+    /* Where it was worth a copy but there was no room, the pages that followed it are gone now. */
+    if (partial && pool->kept[s->history[last]]) share_forget(cache, s->history[last]);
+    if (partial && !own_overlay(cache, s, last))
+        return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");
     s->n_reserved = n_new;
     return OSCAR_OK;
 }
@@ -82,6 +106,8 @@ oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_t n_new, o
                          (long long)n_new, (long long)s->n_reserved);
     s->length += n_new;
     s->n_reserved -= n_new;
+    if (s->known_end > s->length) s->known_end = s->length;
+    share_completed(cache, s, s->length - n_new, s->length);
     if (!cache->has_overlay) return OSCAR_OK;
 
     /* A rollback by `lookahead` must still find the rows its queries see. */
@@ -97,13 +123,37 @@ oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_t n_new, o
     return OSCAR_OK;
 }
 
-/* BF16 rows that the query at position n would see but that are gone. */
-static int64_t missing_rows(const oscar_cache *cache, const cache_seq *s, int64_t n) {
+int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *s) {
     if (!cache->has_overlay) return 0;
-    int64_t low = n - cache->options.recent + 1;
+    int64_t low = s->length - cache->options.recent + 1;
     if (low < cache->options.sink) low = cache->options.sink;
-    int64_t high = s->recent_low < n ? s->recent_low : n;
+    int64_t high = s->recent_low < s->length ? s->recent_low : s->length;
     return high > low ? high - low : 0;
+}
+
+/* BF16 pages below recent_low that the index has, down to where oscar_seq_advance() would drop them. */
+static void find_overlay(oscar_cache *cache, cache_seq *s) {
+    int64_t low = s->length - cache->options.recent - cache->options.lookahead;
+    int32_t keep = low > 0 ? (int32_t)(low / OSCAR_PAGE_TOKENS) : 0;
+    for (int32_t b = (int32_t)((s->recent_low - 1) / OSCAR_PAGE_TOKENS); s->recent_low > 0 && b >= keep; b--) {
+        int32_t page = cache->history.kept[s->history[b]] ? cache->index.notes[s->history[b]].overlay : NO_PAGE;
+        if (page == NO_PAGE) return;
+        if (s->overlay[b] == NO_PAGE) {
+            pool_ref(&cache->overlay, page);
+            s->overlay[b] = page;
+        }
+        s->recent_low = (int64_t)b * OSCAR_PAGE_TOKENS;
+    }
+}
+
+void seq_settle(oscar_cache *cache, cache_seq *s) {
+    if (s->known_end > s->length) s->known_end = s->length;
+    /* Rows between recent_low and the end stay; below the old window there are none, also after new
+     * tokens come, until recent_low rises past them. */
+    if (s->recent_low > s->length) s->recent_low = s->length;
+    if (cache->has_overlay) find_overlay(cache, s);
+    if (s->length <= cache->options.sink) s->recent_low = 0;
+    if (s->pure_end >= s->length) s->pure_end = seq_missing_rows(cache, s) > 0 ? s->length : INT64_MAX;
 }
 
 oscar_status oscar_seq_truncate(oscar_cache *cache, int32_t seq, int64_t n, int64_t *n_missing,
@@ -117,11 +167,8 @@ oscar_status oscar_seq_truncate(oscar_cache *cache, int32_t seq, int64_t n, int6
     release_beyond(cache, s, n);
     s->length = n;
     s->n_reserved = 0;
-    /* Rows between recent_low and n stay; below the old window there are none, also after new
-     * tokens come, until recent_low rises past them. */
-    if (s->recent_low > n) s->recent_low = n;
-    if (n <= cache->options.sink) s->recent_low = 0;
-    if (n_missing) *n_missing = missing_rows(cache, s, n);
+    seq_settle(cache, s);
+    if (n_missing) *n_missing = seq_missing_rows(cache, s);
     return OSCAR_OK;
 }
 
@@ -129,17 +176,19 @@ oscar_status oscar_seq_clear(oscar_cache *cache, int32_t seq, oscar_error *error
     return oscar_seq_truncate(cache, seq, 0, NULL, error);
 }
 
-static bool fork_table(page_pool *pool, int32_t *dst, const int32_t *src, int64_t n) {
-    int32_t full = (int32_t)(n / OSCAR_PAGE_TOKENS);
-    for (int32_t b = 0; b < full; b++) {
+/* Pages that clearing the sequence would leave free or cached. */
+int32_t seq_own_pages(const oscar_cache *cache, const cache_seq *s) {
+    int32_t own = 0;
+    for (int32_t b = 0; b < cache->max_pages; b++)
+        own += s->history[b] != NO_PAGE && cache->history.refs[s->history[b]] == 1;
+    return own;
+}
+
+static void fork_pages(page_pool *pool, int32_t *dst, const int32_t *src, int32_t n_pages) {
+    for (int32_t b = 0; b < n_pages; b++) {
         dst[b] = src[b];
         if (src[b] != NO_PAGE) pool_ref(pool, src[b]);
     }
-    if (n % OSCAR_PAGE_TOKENS == 0 || src[full] == NO_PAGE) return true;
-    dst[full] = pool_take(pool);
-    if (dst[full] == NO_PAGE) return false;
-    memcpy(pool_page(pool, dst[full]), pool_page(pool, src[full]), pool->page_bytes);
-    return true;
 }
 
 oscar_status oscar_seq_fork(oscar_cache *cache, int32_t dst, int32_t src, int64_t n,
@@ -152,16 +201,27 @@ oscar_status oscar_seq_fork(oscar_cache *cache, int32_t dst, int32_t src, int64_
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "fork of %lld tokens, the length is %lld",
                          (long long)n, (long long)from->length);
     if (dst == src) return oscar_seq_truncate(cache, dst, n, NULL, error);
-    oscar_seq_clear(cache, dst, NULL);
-    bool ok = fork_table(&cache->history, to->history, from->history, n);
-    to->length = n; /* so that clear finds the pages */
-    if (ok && cache->has_overlay) ok = fork_table(&cache->overlay, to->overlay, from->overlay, n);
-    if (!ok) {
-        oscar_seq_clear(cache, dst, NULL);
+    /* A partial page that may still be written is copied; one in the index only when it is written. */
+    int32_t last = (int32_t)(n / OSCAR_PAGE_TOKENS);
+    bool copy = n % OSCAR_PAGE_TOKENS != 0 && !cache->history.kept[from->history[last]];
+    if (copy && cache->history.n_free + cache->history.n_cached + seq_own_pages(cache, to) < 1)
         return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "no free page for the partial page of a fork");
+    oscar_seq_clear(cache, dst, NULL);
+    fork_pages(&cache->history, to->history, from->history, pages_for(n));
+    if (cache->has_overlay) fork_pages(&cache->overlay, to->overlay, from->overlay, pages_for(n));
+    to->length = n;
+    to->recent_low = from->recent_low;
+    to->known_end = from->known_end;
+    to->pure_end = from->pure_end;
+    to->salt = from->salt;
+    if (copy) {
+        copy_history(cache, to, last);
+        if (!own_overlay(cache, to, last)) {
+            oscar_seq_clear(cache, dst, NULL);
+            return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");
+        }
     }
-    to->recent_low = from->recent_low < n ? from->recent_low : n;
-    if (n <= cache->options.sink) to->recent_low = 0;
+    seq_settle(cache, to);
     return OSCAR_OK;
 }
 

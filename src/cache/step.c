@@ -52,6 +52,13 @@ static void fill_strides(oscar_step *in, const oscar_layer *shape) {
     if (!in->out_token_stride) in->out_token_stride = d * shape->n_q_heads;
 }
 
+/* Keeps the id beside its page; known ids have no hole. */
+static void note_token(oscar_cache *cache, cache_seq *seq, int32_t position, int32_t token) {
+    int32_t page = seq->history[position / OSCAR_PAGE_TOKENS];
+    cache->index.tokens[(size_t)page * OSCAR_PAGE_TOKENS + (size_t)(position % OSCAR_PAGE_TOKENS)] = token;
+    if (seq->known_end == position) seq->known_end = position + 1;
+}
+
 /* Groups the appends by sequence, keeping their order, and checks that each sequence goes on. */
 static oscar_status plan_appends(oscar_cache *cache, oscar_error *error) {
     step_state *s = &cache->step;
@@ -71,6 +78,7 @@ static oscar_status plan_appends(oscar_cache *cache, oscar_error *error) {
         cache->seq_scratch[q] = start;
         start += count;
         cache->seq_next[q] = (int32_t)cache->seqs[q].length;
+        if (count && cache->seqs[q].known_end > cache->seqs[q].length) cache->seqs[q].known_end = cache->seqs[q].length;
     }
     for (int32_t t = 0; t < in->n_tokens; t++) {
         int32_t begin = in->seq_offsets ? in->seq_offsets[t] : t, end = in->seq_offsets ? in->seq_offsets[t + 1] : t + 1;
@@ -84,6 +92,7 @@ static oscar_status plan_appends(oscar_cache *cache, oscar_error *error) {
             if (in->positions[t] >= cache->seqs[q].length + cache->seqs[q].n_reserved)
                 return error_set(error, OSCAR_ERROR_ARGUMENT, t, "token %d: position %d of sequence %d is not reserved",
                                  t, in->positions[t], q);
+            if (in->tokens) note_token(cache, &cache->seqs[q], in->positions[t], in->tokens[t]);
             cache->seq_next[q]++;
             s->append_token[at] = t;
             s->append_seq[at] = q;
@@ -107,7 +116,7 @@ static oscar_status plan_segments(oscar_cache *cache, oscar_error *error) {
         s->segments[s->n_segments++] = (step_segment){i, 1, seq, page};
         int32_t *overlay = &cache->seqs[seq].overlay[page];
         if (!cache->has_overlay || *overlay != NO_PAGE) continue;
-        *overlay = pool_take(&cache->overlay);
+        *overlay = cache_take_overlay(cache);
         if (*overlay == NO_PAGE)
             return error_set(error, OSCAR_ERROR_NO_SPACE, -1,
                              "more than n_chunk_max %d tokens are appended but not advanced over",
