@@ -17,7 +17,8 @@ template <class C> DEVICE float q_value(const DecodeParams &p, uint32_t word, in
 /* First element of a row's query, or NULL when the row does not exist. */
 template <class C> DEVICE const uint16_t *query_row(const DecodeParams &p, const Target &to, int row) {
     if (row >= to.n_rows) return nullptr;
-    const int r = to.first_row + row, token = r / p.gqa, head = to.head * p.gqa + r % p.gqa;
+    const int r = to.first_row + row, token = divide(r, p.gqa, p.gqa_magic);
+    const int head = to.head * p.gqa + r - token * p.gqa;
     return p.q + (static_cast<size_t>(to.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * C::D;
 }
 
@@ -61,10 +62,8 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
     const int g = lane >> 2, t = lane & 3;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     RawQuery<C> raw[ROW_TILES];
-    if (warp < C::STEPS) {
 #pragma unroll
-        for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
-    }
+    for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
     const uint4 *u = p.k_rotation + static_cast<size_t>(to.head) * C::STEPS * C::STEPS * 64 + lane;
     float scale[ROW_TILES];
 #pragma unroll
@@ -130,13 +129,13 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
     if constexpr (MODE != MODE_PLAIN) {
         const int steps = p.bias_steps;
         const uint4 *table = p.bias_table + static_cast<size_t>(to.head) * steps * 256;
-        for (int i = threadIdx.x; i < steps * 256; i += C::THREADS) s.bias_table[i] = __ldg(table + i);
-        for (int i = threadIdx.x; i < steps * 8; i += C::THREADS)
+        for (int i = thread_index(); i < steps * 256; i += C::THREADS) s.bias_table[i] = __ldg(table + i);
+        for (int i = thread_index(); i < steps * 8; i += C::THREADS)
             s.bias_turn[i] = __ldg(p.bias_turn + to.head * steps * 8 + i);
-        for (int i = threadIdx.x; i < steps * 4; i += C::THREADS)
+        for (int i = thread_index(); i < steps * 4; i += C::THREADS)
             s.bias_nu[i] = __ldg(p.bias_nu + to.head * steps * 4 + i);
         __syncthreads(); /* the scales */
-        for (int i = threadIdx.x; i < steps * C::TILES * 32; i += C::THREADS) {
+        for (int i = thread_index(); i < steps * C::TILES * 32; i += C::THREADS) {
             const int step = i / (C::TILES * 32), j = i / 32 % C::TILES;
             const int row = column_row<C>(j, (i & 31) >> 2), pair = 8 * step + 2 * (i & 3);
             const uint16_t *q = query_row<C>(p, to, row);
@@ -157,10 +156,9 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
 
 template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &at) {
     Target to;
-    const int tile = p.row_tiles == 1 ? 0 : at.part % p.row_tiles;
     to.seq = at.seq;
-    to.head = p.row_tiles == 1 ? at.part : at.part / p.row_tiles;
-    to.first_row = tile * C::ROWS;
+    to.head = divide(at.part, p.row_tiles, p.row_tiles_magic);
+    to.first_row = (at.part - to.head * p.row_tiles) * C::ROWS;
     to.n_rows = min(C::ROWS, p.gqa * p.n_q_tokens - to.first_row);
     return to;
 }
@@ -245,7 +243,7 @@ template <class C, int MODE>
 DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
                       const uint8_t *stages, int n_units, int unit) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int first_row = p.row_tiles == 1 ? 0 : ctl.place.part % p.row_tiles * C::ROWS;
+    const int first_row = target_of<C>(p, ctl.place).first_row;
 #pragma unroll 1
     for (; n_units > 0; n_units--, unit += C::WARPS) {
         feeder.ring.wait();
@@ -284,12 +282,12 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
 
 template <class C>
 DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, Control &ctl) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = thread_index() >> 5, lane = thread_index() & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
     /* Asked for now, so that it is there when the output is written; a thread writes one channel only. */
     const float own_mean =
-        p.v_mean_rotated ? __ldg(p.v_mean_rotated + to.head * C::D + threadIdx.x % C::D) : 0.0f;
+        p.v_mean_rotated ? __ldg(p.v_mean_rotated + to.head * C::D + thread_index() % C::D) : 0.0f;
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
     __syncthreads();

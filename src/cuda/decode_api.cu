@@ -58,6 +58,9 @@ static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_d
     return OSCAR_OK;
 }
 
+/* See divide() in device.cuh. */
+static uint32_t magic_of(int n) { return n > 1 ? (uint32_t)((((uint64_t)1 << 32) + n - 1) / n) : 0; }
+
 oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
                                oscar_cuda_stream stream, oscar_error *error) {
     if (a->struct_size != sizeof *a)
@@ -103,6 +106,8 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.n_kv_heads = layer->n_kv_heads;
     p.gqa = layer->n_q_heads / layer->n_kv_heads;
     p.row_tiles = plan.row_tiles;
+    p.gqa_magic = magic_of(p.gqa);
+    p.row_tiles_magic = magic_of(p.row_tiles);
     p.sink = layer->sink;
     p.sink8 = (layer->sink + 7) / 8 * 8;
     p.recent = layer->recent;

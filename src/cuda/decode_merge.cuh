@@ -131,6 +131,11 @@ struct Target {
     int seq, head, first_row, n_rows;
 };
 
+DEVICE int query_head(const DecodeParams &p, const Target &to, int row) {
+    const int r = to.first_row + row;
+    return to.head * p.gqa + r - divide(r, p.gqa, p.gqa_magic) * p.gqa;
+}
+
 /* Adds another logit, that has no value, to a softmax with this maximum and sum: the factor that
  * normalises. */
 DEVICE float normaliser(float max, float sum, const float *sink_logits, int q_head) {
@@ -140,7 +145,7 @@ DEVICE float normaliser(float max, float sum, const float *sink_logits, int q_he
         factor = exp2_fast(max - top);
         sum = sum * factor + exp2_fast(x - top);
     }
-    return factor / sum;
+    return __fdividef(factor, sum);
 }
 
 /* Rows in shared memory [n_rows, D], normalised, to the output: mean, turning back, conversion. */
@@ -151,7 +156,7 @@ DEVICE void write_rows(const DecodeParams &p, const float *rows, const Target &t
     const float *back = p.v_rotation_t ? p.v_rotation_t + static_cast<size_t>(to.head) * C::D * C::D
                                        : nullptr;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < to.n_rows * C::D; e += C::THREADS) {
+    for (int e = thread_index(); e < to.n_rows * C::D; e += C::THREADS) {
         const int row = e / C::D, d = e % C::D, r = to.first_row + row;
         float x = 0;
         if (back) {
@@ -161,7 +166,7 @@ DEVICE void write_rows(const DecodeParams &p, const float *rows, const Target &t
         } else {
             x = rows[e] + (C::THREADS % C::D == 0 || !mean ? own_mean : mean[d]);
         }
-        const int token = r / p.gqa, head = to.head * p.gqa + r % p.gqa;
+        const int token = divide(r, p.gqa, p.gqa_magic), head = to.head * p.gqa + r - token * p.gqa;
         const size_t at =
             (static_cast<size_t>(to.seq * p.n_q_tokens + token) * n_q_heads + head) * C::D + d;
         if (p.out_dtype == OSCAR_DTYPE_F32)
@@ -188,19 +193,20 @@ template <class C> DEVICE void put_fragment(float *rows, int e, const float4 &v,
 
 /* Sums n partials: the first in slot first_slot, the others in slots 2 (first_cta + k). */
 template <class C>
-__device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *area, Target to, float own_mean,
+DEVICE void finish_partials(const DecodeParams &p, uint8_t *area, Target to, float own_mean,
                                              int first_slot, int first_cta, int n) {
     using M = Merge<C>;
     float *rows = reinterpret_cast<float *>(area);
     float *weights = rows + 16 * C::D; /* [n, 16] */
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = thread_index() >> 5, lane = thread_index() & 31;
     constexpr int BATCH = 16;
 #pragma unroll 1
     for (int e0 = 0; e0 < M::FRAGMENTS; e0 += C::THREADS) {
-        const int e = e0 + threadIdx.x;
-        const bool active = e < M::FRAGMENTS;
+        /* All threads load: a register that only some define would be taken for the whole kernel. */
+        const bool active = e0 + thread_index() < M::FRAGMENTS;
+        const int e = min(e0 + thread_index(), M::FRAGMENTS - 1);
         float4 sum = make_float4(0, 0, 0, 0);
-        const int j = active ? e / (C::STEPS * 32) : 0, row0 = 8 * j + (e & 3);
+        const int j = e / (C::STEPS * 32), row0 = 8 * j + (e & 3);
         const int row1 = j < C::FULL ? row0 + 4 : row0;
 #pragma unroll 1
         for (int first = 0; first < n; first += BATCH) {
@@ -209,8 +215,7 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
             for (int k = 0; k < BATCH; k++) {
                 const int c = min(first + k, n - 1);
                 const size_t slot = c == 0 ? first_slot : 2 * (first_cta + c);
-                if (active)
-                    v[k] = __ldcg(reinterpret_cast<const float4 *>(p.partials + slot * M::SLOT_FLOATS) + e);
+                v[k] = __ldcg(reinterpret_cast<const float4 *>(p.partials + slot * M::SLOT_FLOATS) + e);
             }
             if (e0 == 0 && first == 0) {
 #pragma unroll 1
@@ -239,25 +244,23 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
                     for (int d = 1; d < 32; d <<= 1)
                         sum_all += __shfl_xor_sync(FULL_WARP, sum_all, d);
                     const float norm = normaliser(max, sum_all, p.sink_logits,
-                                                  to.head * p.gqa + (to.first_row + row) % p.gqa);
+                                                  query_head(p, to, row));
                     __syncwarp();
 #pragma unroll 1
                     for (int c = lane; c < n; c += 32) weights[c * 16 + row] *= norm;
                 }
                 __syncthreads();
             }
-            if (active) {
 #pragma unroll
-                for (int k = 0; k < BATCH; k++)
-                    if (first + k < n) {
-                        const float f0 = row0 < to.n_rows ? weights[(first + k) * 16 + row0] : 0.0f;
-                        const float f1 = row1 < to.n_rows ? weights[(first + k) * 16 + row1] : 0.0f;
-                        sum.x = fmaf(f0, v[k].x, sum.x);
-                        sum.y = fmaf(f1, v[k].y, sum.y);
-                        sum.z = fmaf(f0, v[k].z, sum.z);
-                        sum.w = fmaf(f1, v[k].w, sum.w);
-                    }
-            }
+            for (int k = 0; k < BATCH; k++)
+                if (first + k < n) {
+                    const float f0 = row0 < to.n_rows ? weights[(first + k) * 16 + row0] : 0.0f;
+                    const float f1 = row1 < to.n_rows ? weights[(first + k) * 16 + row1] : 0.0f;
+                    sum.x = fmaf(f0, v[k].x, sum.x);
+                    sum.y = fmaf(f1, v[k].y, sum.y);
+                    sum.z = fmaf(f0, v[k].z, sum.z);
+                    sum.w = fmaf(f1, v[k].w, sum.w);
+                }
         }
         if (active) put_fragment<C>(rows, e, sum, to.n_rows);
     }
@@ -267,22 +270,21 @@ __device__ __noinline__ void finish_partials(const DecodeParams &p, uint8_t *are
 
 /* The whole segment was this CTA's: normalise and write. */
 template <class C>
-__device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, Target to, float own_mean) {
+DEVICE void finish_alone(const DecodeParams &p, uint8_t *area, Target to, float own_mean) {
     using M = Merge<C>;
     const MergeTables<C> table = merge_tables<C>(area);
     constexpr int ROUNDS = (M::FRAGMENTS + C::THREADS - 1) / C::THREADS;
     float4 value[ROUNDS];
 #pragma unroll
     for (int k = 0; k < ROUNDS; k++) {
-        const int e = threadIdx.x + k * C::THREADS;
-        if (e >= M::FRAGMENTS) continue;
+        const int e = min(thread_index() + k * C::THREADS, M::FRAGMENTS - 1);
         const float4 v = sum_warps<C>(table, area, e);
         const int j = e / (C::STEPS * 32), row0 = 8 * j + (e & 3), row1 = j < C::FULL ? row0 + 4 : row0;
         const float n0 = row0 < to.n_rows ? normaliser(table.totals[row0].max, table.totals[row0].sum, p.sink_logits,
-                                                       to.head * p.gqa + (to.first_row + row0) % p.gqa)
+                                                       query_head(p, to, row0))
                                           : 0.0f;
         const float n1 = row1 < to.n_rows ? normaliser(table.totals[row1].max, table.totals[row1].sum, p.sink_logits,
-                                                       to.head * p.gqa + (to.first_row + row1) % p.gqa)
+                                                       query_head(p, to, row1))
                                           : 0.0f;
         value[k] = make_float4(v.x * n0, v.y * n1, v.z * n0, v.w * n1);
     }
@@ -290,7 +292,7 @@ __device__ __noinline__ void finish_alone(const DecodeParams &p, uint8_t *area, 
     float *rows = reinterpret_cast<float *>(area);
 #pragma unroll
     for (int k = 0; k < ROUNDS; k++) {
-        const int e = threadIdx.x + k * C::THREADS;
+        const int e = thread_index() + k * C::THREADS;
         if (e < M::FRAGMENTS) put_fragment<C>(rows, e, value[k], to.n_rows);
     }
     __syncthreads();
@@ -306,13 +308,13 @@ DEVICE bool leave_partial(const DecodeParams &p, uint8_t *area, int slot, int se
     const MergeTables<C> table = merge_tables<C>(area);
     const size_t s = 2 * blockIdx.x + slot;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < M::FRAGMENTS; e += C::THREADS)
+    for (int e = thread_index(); e < M::FRAGMENTS; e += C::THREADS)
         __stcg(reinterpret_cast<float4 *>(p.partials + s * M::SLOT_FLOATS) + e, sum_warps<C>(table, area, e));
-    if (threadIdx.x < C::ROWS)
-        __stcg(p.partial_sums + s * 16 + threadIdx.x,
-               make_float2(table.totals[threadIdx.x].max, table.totals[threadIdx.x].sum));
+    if (thread_index() < C::ROWS)
+        __stcg(p.partial_sums + s * 16 + thread_index(),
+               make_float2(table.totals[thread_index()].max, table.totals[thread_index()].sum));
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (thread_index() == 0) {
         const bool last = atomic_add_acq_rel(p.counters + segment, 1) == static_cast<uint32_t>(n - 1);
         if (last) p.counters[segment] = 0;
         *last_flag = last;

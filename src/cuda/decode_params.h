@@ -44,6 +44,7 @@ typedef struct DecodeParams {
     int sink, sink8, recent, ring, window;
     int tile_bytes;
     int bias_steps, bias_split_steps; /* steps of 8 pairs; the first so many need all products */
+    uint32_t gqa_magic, row_tiles_magic; /* for divide() of device.cuh */
     int q_is_bf16;
     int out_dtype; /* oscar_dtype */
     float scale_log2;   /* logit scale times log2 e */

@@ -36,7 +36,7 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE;
     static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
-    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS > 8 ? 2 : 4; /* sub-tiles whose products interleave */
+    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS > 12 ? 2 : 4; /* sub-tiles whose products interleave */
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
 };
 
@@ -141,7 +141,7 @@ template <class C> DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, f
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const float up = s.query_scale[4 * i + t];
-        r.scale[i] = scale_log2 / (up * CODE_UNIT);
+        r.scale[i] = __fdividef(scale_log2, up * CODE_UNIT); /* by a power of two: exact */
         r.q_const[i] = s.query_mean[4 * i + t] * up * CODE_UNIT;
         r.row_max[i] = NO_MAXIMUM;
         r.row_sum[i] = 0;
@@ -448,7 +448,7 @@ DEVICE void value_sub_tile(Rows<C> &r, const uint8_t *values, const uint8_t *par
 
 /* Query token of score column i: the rows of a KV head are [token][query head]. */
 template <class C> DEVICE int column_token(const DecodeParams &p, int first_row, int i, int lane) {
-    return min((first_row + 4 * i + (lane & 3)) / p.gqa, p.n_q_tokens - 1);
+    return min(divide(first_row + 4 * i + (lane & 3), p.gqa, p.gqa_magic), p.n_q_tokens - 1);
 }
 
 template <class C, int MODE>
@@ -487,7 +487,8 @@ DEVICE void attend_tile(Rows<C> &r, uint8_t *area, const DecodeParams &p,
     uint32_t keep = 0xff; /* bit n: token 8 n + g exists for some row */
     if (masked) {
         const int length = ctl.place.length, t_first = length - p.n_q_tokens, position = 64 * page + (lane >> 2);
-        const int first_row = p.row_tiles == 1 ? 0 : ctl.place.part % p.row_tiles * C::ROWS;
+        const int head = divide(ctl.place.part, p.row_tiles, p.row_tiles_magic);
+        const int first_row = (ctl.place.part - head * p.row_tiles) * C::ROWS;
         const Span last = visible(p, ITEM_TILE, length - 1);
 #pragma unroll
         for (int n = 0; n < 8; n++)

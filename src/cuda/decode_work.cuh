@@ -145,7 +145,7 @@ DEVICE int start_of(uint32_t cta, uint32_t total) {
  * of the segment that `at` names, which has the item. */
 #define OVERLAY_ITEM 0x80000000u
 DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &at, const Items &r) {
-    const int head = p.row_tiles == 1 ? at.part : at.part / p.row_tiles;
+    const int head = divide(at.part, p.row_tiles, p.row_tiles_magic);
     const int i = item - at.base - r.units();
     if (i < 0) {
         const int slot = p.slots ? load_int(p.slots + at.seq) : at.seq;

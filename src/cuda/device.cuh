@@ -101,6 +101,19 @@ DEVICE uint4 load_kept(const void *p) {
     return r;
 }
 
+/* The thread's index as a value that the loops around do not know: what cold code derives from it is
+ * computed there and takes no registers of the loop. */
+DEVICE int thread_index() {
+    int r;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+    return r;
+}
+
+/* x / n for 0 <= x < 65536, n < 65536; magic: ceil(2^32 / n) for n > 1. */
+DEVICE int divide(int x, int n, uint32_t magic) {
+    return n == 1 ? x : static_cast<int>(__umulhi(static_cast<uint32_t>(x), magic));
+}
+
 /* 16 bytes of shared memory, not kept in registers from an earlier load. */
 DEVICE void load_shared(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
