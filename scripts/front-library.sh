@@ -16,8 +16,8 @@ theirs=$(cd "$3" && pwd)
 for library in "$theirs"/lib*.so*; do
     [ "${library##*/}" = libllama.so ] || ln -sf "$library" "$folder/"
 done
-rm -f "$folder/libllama.so"
-# No soname: the true library's would make the two one.
-"${CC:-cc}" -shared -o "$folder/libllama.so" -Wl,--no-as-needed "$ours" "$theirs/libllama.so" \
+# No soname: the true library's would make the two one. Renamed when it is whole: others may be using it.
+"${CC:-cc}" -shared -o "$folder/libllama.so.$$" -Wl,--no-as-needed "$ours" "$theirs/libllama.so" \
     -Wl,-rpath,"$(dirname "$ours"):$theirs"
+mv -f "$folder/libllama.so.$$" "$folder/libllama.so"
 echo "$folder/libllama.so: export LLAMA_CPP_LIB_PATH=$folder"

@@ -55,6 +55,16 @@ held=$(cat "$work/out")
 use "$work/front/libllama.so" LD_PRELOAD="$preload"
 grep -q '^oscar: exact f32 KV cache on ' "$work/err" || fail "the cache was not held through the front library and a preload"
 [ "$(cat "$work/out")" = "$held" ] || fail "states of $held and $(cat "$work/out") bytes"
+OSCAR_CACHE=$work/cache
+export OSCAR_CACHE
+for time in first second; do # made the first time
+    env -u LLAMA_CPP_LIB_PATH "$build/oscar" wrap --kv f32 -- python3 -c \
+        'import os, sys; sys.argv[1] = os.environ["LLAMA_CPP_LIB_PATH"] + "/libllama.so"; exec(open(sys.argv[3]).read())' \
+        none "$model" "$work/run.py" >"$work/out" 2>"$work/err" || fail "oscar wrap -- python3, the $time time"
+    grep -q '^oscar: exact f32 KV cache on ' "$work/err" || fail "the cache was not held by oscar wrap -- python3"
+    [ "$(cat "$work/out")" = "$held" ] || fail "states of $held and $(cat "$work/out") bytes"
+done
+! grep -q 'libllama.so: export' "$work/err" || fail "the front library was made twice"
 use "$libraries/libllama.so" LD_PRELOAD="$preload"
 grep -q '^oscar: libllama was opened by dlopen() .*NOT on this cache' "$work/err" || fail "a preload that is not used was not told"
-echo "held through the front library, told with a preload alone"
+echo "held through the front library, which oscar wrap makes; told with a preload alone"

@@ -12,12 +12,7 @@ trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; wait 2>/dev/null |
 fail() { printf 'check_llama_slots: %s\n' "$*" >&2; tail -n 15 "$work/log" >&2; exit 1; }
 : >"$work/log"
 
-rotations=${OSCAR_TEST_ROTATIONS:-$work/rotations}
-if [ ! -f "$rotations" ]; then
-    cat "$source_dir"/docs/METHOD.md "$source_dir"/docs/ARCHITECTURE.md >"$work/text"
-    "$build/oscar" calibrate "$model" -o "$rotations" --text "$work/text" --tokens 512 --context 2048 --pairs 8 -t 1 \
-        >"$work/out" 2>"$work/log" || fail "oscar calibrate failed"
-fi
+need_rotations || fail "oscar calibrate failed"
 
 port=$((20000 + $$ % 20000))
 url=http://127.0.0.1:$port

@@ -40,10 +40,13 @@ typedef struct oscar_llama_options {
     int32_t sink, recent, lookahead;
     int32_t bits_k, bits_v;        /* 0: as the rotations say */
     int32_t baseline;              /* oscar_llama_baseline: comparisons only */
-    int64_t kv_memory_bytes;       /* pool size; 0: from n_ctx and n_seq_max */
+    int64_t kv_memory_bytes;       /* most bytes of history, windows and scratch together; a context that
+                                      asks for more becomes smaller. 0: from n_ctx and n_seq_max */
     void (*log)(void *user, const char *line); /* what the layer has to say, a line at a time,
                                                   without a newline; NULL: silent */
     void *log_user;
+    const char *stats_path;        /* file for statistics in Prometheus' text format, replaced atomically
+                                      about once a second while the cache is used; NULL: none */
 } oscar_llama_options;
 
 /* Quantisers of other papers that are no oscar_recipe, simulated in float32 by `oscar eval`. */
@@ -54,7 +57,7 @@ typedef enum oscar_llama_baseline {
 
 #define OSCAR_LLAMA_OPTIONS_INIT                                                                   \
     {sizeof(oscar_llama_options), OSCAR_KV_INT2, NULL, NULL, 64, 256, 64, 0, 0, 0, 0, NULL,   \
-     NULL}
+     NULL, NULL}
 
 /* Checks the model, reads the rotations, and edits *params so that the context made from them runs
  * on this layer: n_ctx becomes the inner size, flash attention, a unified f16 inner cache and the
@@ -68,6 +71,11 @@ OSCAR_API oscar_status oscar_llama_prepare(oscar_llama **out, const struct llama
  * graph at the first call, which is when MISMATCH and UNSUPPORTED of single layers appear. */
 OSCAR_API oscar_status oscar_llama_attach(oscar_llama *layer, struct llama_context *ctx,
                                           oscar_error *error);
+/* Reads the model's graph and makes the cache now instead of at the first call, so that what is refused
+ * is refused before anything runs, and that oscar_llama_n_ctx() is what the memory holds. The model's
+ * weights must be loaded. Errors: as the first oscar_llama_decode(), and MEMORY (more than is
+ * available), ARGUMENT (kv_memory_bytes is too small), IO (stats_path). */
+OSCAR_API oscar_status oscar_llama_start(oscar_llama *layer, oscar_error *error);
 OSCAR_API void oscar_llama_free(oscar_llama *layer); /* NULL is allowed */
 
 /* In place of llama_decode(): 0 on success, 1 when there is no room for the batch (nothing is
@@ -77,7 +85,8 @@ OSCAR_API void oscar_llama_free(oscar_llama *layer); /* NULL is allowed */
 OSCAR_API int32_t oscar_llama_decode(oscar_llama *layer, struct llama_batch batch);
 OSCAR_API const oscar_error *oscar_llama_last_error(const oscar_llama *layer);
 
-/* In place of llama_n_ctx(), llama_n_ctx_seq(): what the caller asked for. */
+/* In place of llama_n_ctx(), llama_n_ctx_seq(): what the caller asked for, or what kv_memory_bytes holds
+ * of it, which is known once the cache is made. */
 OSCAR_API uint32_t oscar_llama_n_ctx(const oscar_llama *layer);
 OSCAR_API uint32_t oscar_llama_n_ctx_seq(const oscar_llama *layer);
 

@@ -98,9 +98,10 @@ typedef struct cli_cache {
     int64_t sink, recent, lookahead; /* tokens */
     int64_t bits_k, bits_v;
     int64_t kv_memory_bytes;
+    const char *stats;
 } cli_cache;
 
-#define CLI_CACHE_INIT {"int2", NULL, -1, -1, -1, -1, -1, -1}
+#define CLI_CACHE_INIT {"int2", NULL, -1, -1, -1, -1, -1, -1, NULL}
 
 #define CLI_CACHE_OPTIONS(c)                                                                       \
     {"kv", 0, CLI_STRING, &(c)->kv, "int2|f32",                                                    \
@@ -116,7 +117,10 @@ typedef struct cli_cache {
      "bits of the keys in every layer (default: what\ncalibration chose for each)"},               \
     {"bits-v", 0, CLI_INT, &(c)->bits_v, "2|3|4", "bits of the values in every layer"},            \
     {"kv-memory", 0, CLI_BYTES, &(c)->kv_memory_bytes, "BYTES",                                    \
-     "memory for the history, such as 512M (default: what\nthe context size needs)"}
+     "most memory for the cache, windows and scratch\nincluded, such as 512M; a context that needs "    \
+     "more\nbecomes smaller (default: what the context needs)"},                                    \
+    {"stats", 0, CLI_STRING, &(c)->stats, "FILE",                                                  \
+     "keep the cache's numbers in FILE, in Prometheus' text\nformat, replaced once a second while in use"}
 
 /* Checks the values given; CLI_CONTINUE, or CLI_USAGE after a message. */
 int cli_cache_check(const cli_spec *spec, const cli_cache *cache);
@@ -190,7 +194,7 @@ const char *cli_bytes_text(int64_t bytes, char text[32]);
 /* Becomes argv[0] with liboscar-llama.so preloaded and the options in its environment (OSCAR_KV,
  * OSCAR_ROTATIONS, ...; an option that was not given leaves its variable as it is). A program's name
  * without a slash is looked for in OSCAR_LLAMA_BIN, then in the llama.cpp this was built with, then
- * in PATH. `rotations` may be NULL: the layer then says so when it needs them. argv ends with NULL.
+ * in PATH. A Python program also gets LLAMA_CPP_LIB_PATH. `rotations` may be NULL: the layer then says so when it needs them. argv ends with NULL.
  * Returns only on failure, with CLI_FAILURE after a message. */
 int cli_exec_wrapped(const cli_cache *cache, const char *rotations, bool pass_through, char **argv);
 

@@ -27,10 +27,10 @@ int cmd_wrap(int argc, char **argv) {
         .command = "wrap",
         .usage = "[options] -- PROGRAM [arguments]",
         .about = "Runs a program that uses libllama, unmodified, with its KV cache replaced by ours:\n"
-                 "llama-bench, llama-perplexity, llama-completion, Python with llama-cpp-python built\n"
-                 "against the same libllama, or a program of your own. liboscar-llama.so is preloaded\n"
+                 "llama-bench, llama-perplexity, llama-completion, Python with llama-cpp-python, or a\n"
+                 "program of your own. liboscar-llama.so is preloaded, for Python put in front of libllama,\n"
                  "and finds the options in the environment: OSCAR_KV, OSCAR_ROTATIONS, OSCAR_SINK,\n"
-                 "OSCAR_RECENT, OSCAR_LOOKAHEAD, OSCAR_BITS_K, OSCAR_BITS_V, OSCAR_KV_MEMORY,\n"
+                 "OSCAR_RECENT, OSCAR_LOOKAHEAD, OSCAR_BITS_K, OSCAR_BITS_V, OSCAR_KV_MEMORY, OSCAR_STATS,\n"
                  "OSCAR_PASS_THROUGH. PROGRAM is looked for in the folder OSCAR_LLAMA_BIN, then in the\n"
                  "llama.cpp that this was built with, then in PATH. Among its arguments the value of\n"
                  "-m or --model may be a name that `oscar pull` knows, and decides which rotations are\n"

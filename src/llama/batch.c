@@ -13,6 +13,7 @@
 
 void call_free(call_state *call) {
     free(call->positions);
+    free(call->tokens);
     free(call->offsets);
     free(call->chunk_offsets);
     free(call->seqs);
@@ -43,8 +44,8 @@ static bool make_room(oscar_llama *layer, int32_t n_seqs) {
     }
     if (call->n_tokens == call->capacity) {
         int32_t wanted = call->capacity ? 2 * call->capacity : 512;
-        if (!grow(&call->positions, (size_t)wanted) || !grow(&call->offsets, (size_t)wanted + 1) ||
-            !grow(&call->chunk_offsets, (size_t)wanted + 1))
+        if (!grow(&call->positions, (size_t)wanted) || !grow(&call->tokens, (size_t)wanted) ||
+            !grow(&call->offsets, (size_t)wanted + 1) || !grow(&call->chunk_offsets, (size_t)wanted + 1))
             return false;
         call->capacity = wanted;
     }
@@ -56,11 +57,12 @@ static bool make_room(oscar_llama *layer, int32_t n_seqs) {
     return true;
 }
 
-bool call_add(oscar_llama *layer, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs) {
+bool call_add(oscar_llama *layer, llama_token token, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs) {
     call_state *call = &layer->call;
     if (!make_room(layer, n_seqs)) return false;
     int32_t i = call->n_tokens++;
     call->positions[i] = position;
+    call->tokens[i] = token;
     call->offsets[i] = call->n_seqs;
     for (int32_t x = 0; x < n_seqs; x++) {
         bool twice = false;
@@ -127,6 +129,7 @@ static bool reserve(oscar_llama *layer) {
 
 static int32_t refuse(oscar_llama *layer, int32_t result) {
     layer_log(layer, "%s", layer->error.message);
+    stats_note(layer, STATS_ERROR, 0);
     return result;
 }
 
@@ -148,7 +151,10 @@ int32_t call_begin(oscar_llama *layer) {
     }
     if (!call_find_layers(layer)) return refuse(layer, -2);
     if (check_positions(layer, &layer->error)) return refuse(layer, -1);
-    if (!reserve(layer)) return 1;
+    if (!reserve(layer)) {
+        stats_note(layer, STATS_NO_SLOT, 0);
+        return 1;
+    }
     inner.memory_clear(layer->memory, false);
     call->base = call->chunk = call->n_done = 0;
     memset(call->done, 0, (size_t)layer->n_layers);
@@ -198,6 +204,7 @@ int32_t call_end(oscar_llama *layer, int32_t result) {
         result = -2;
     }
     if (result != 0) release(layer, layer->n_seq_max);
+    stats_note(layer, result == 0 ? STATS_DECODE : STATS_ERROR, call->n_tokens);
     return result;
 }
 
@@ -208,7 +215,7 @@ int32_t oscar_llama_decode(oscar_llama *layer, struct llama_batch batch) {
         int32_t n = batch.n_seq_id ? batch.n_seq_id[i] : 1;
         const llama_seq_id *seqs = batch.seq_id ? batch.seq_id[i] : &zero;
         llama_pos position = batch.pos ? batch.pos[i] : call_next_position(layer, n > 0 ? seqs[0] : 0);
-        if (call_add(layer, position, n, seqs)) continue;
+        if (call_add(layer, batch.token ? batch.token[i] : -1, position, n, seqs)) continue;
         error_set(&layer->error, OSCAR_ERROR_MEMORY, i, "no memory for a batch of %d tokens", batch.n_tokens);
         return refuse(layer, -2);
     }

@@ -81,6 +81,9 @@ static oscar_status fill_step(hook_layer *hook, struct ggml_tensor *node, oscar_
     s->n_tokens = (int32_t)q->ne[1];
     s->positions = call->positions + call->base;
     s->seqs = call->seqs + call->offsets[call->base];
+    s->tokens = call->tokens + call->base;
+    for (int32_t i = 0; i < s->n_tokens && s->tokens; i++)
+        if (s->tokens[i] < 0) s->tokens = NULL; /* embeddings: pages cannot be told by ids */
     if (!call->single) {
         const int32_t *offsets = call->offsets + call->base;
         for (int32_t i = 0; i <= s->n_tokens; i++) call->chunk_offsets[i] = offsets[i] - offsets[0];

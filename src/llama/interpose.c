@@ -6,7 +6,8 @@
  *   OSCAR_ROTATIONS     the model's rotation file
  *   OSCAR_SINK, OSCAR_RECENT, OSCAR_LOOKAHEAD   tokens
  *   OSCAR_BITS_K, OSCAR_BITS_V                  2, 3, 4; 0: as the rotations say
- *   OSCAR_KV_MEMORY     bytes, or with K, M, G
+ *   OSCAR_KV_MEMORY     bytes, or with K, M, G: most memory for history, windows and scratch
+ *   OSCAR_STATS         file for statistics in Prometheus' text format
  *   OSCAR_PASS_THROUGH  1: models that are not supported run untouched instead of being refused
  */
 #include <stdio.h>
@@ -65,6 +66,8 @@ static bool options_from_environment(oscar_llama_options *o, bool *pass_through,
         return false;
     }
     o->rotations_path = getenv("OSCAR_ROTATIONS");
+    const char *stats = getenv("OSCAR_STATS");
+    if (stats && *stats) o->stats_path = stats;
     o->log = interpose_log;
     bool ok = env_int32("OSCAR_PASS_THROUGH", 0, 1, &pass, error) &&
               env_int32("OSCAR_SINK", 0, 1 << 20, &o->sink, error) &&
@@ -120,7 +123,9 @@ EXPORT struct llama_context *llama_init_from_model(struct llama_model *model, st
         oscar_llama_free(layer);
         return NULL;
     }
-    if (oscar_llama_attach(layer, ctx, &error)) {
+    status = oscar_llama_attach(layer, ctx, &error);
+    if (!status && interpose_has_weights(model)) status = oscar_llama_start(layer, &error);
+    if (status) {
         REAL(llama_free)(ctx);
         oscar_llama_free(layer);
         return give_up(model, &params, pass_through, &error);

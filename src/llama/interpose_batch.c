@@ -1,7 +1,7 @@
 /*
  * interpose_batch.c - extended batches, whose content cannot be asked back.
  *
- * Positions and sequences are kept beside each batch of a context of ours, found by its address.
+ * Token ids, positions and sequences are kept beside each batch of a context of ours, found by its address.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -11,6 +11,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct mirror_token {
+    llama_token id;     /* -1 for an embedding */
     llama_pos position; /* 0 until it is set, as in libllama */
     int32_t n_seqs;
     llama_seq_id *seqs; /* [seq_capacity] */
@@ -57,7 +58,7 @@ static bool token_add_seq(mirror_token *token, llama_seq_id seq) {
 }
 
 /* Token `index` was added to the batch; passes index on. */
-static int32_t mirror_add(const struct llama_batch_ext *batch, int32_t index, llama_seq_id seq) {
+static int32_t mirror_add(const struct llama_batch_ext *batch, int32_t index, llama_seq_id seq, llama_token id) {
     mirror *m = mirror_of(batch);
     if (!m || index < 0) return index;
     if (index >= m->capacity) {
@@ -72,6 +73,7 @@ static int32_t mirror_add(const struct llama_batch_ext *batch, int32_t index, ll
         m->capacity = wanted;
     }
     m->n_tokens = index + 1;
+    m->tokens[index].id = id;
     m->tokens[index].position = 0;
     m->tokens[index].n_seqs = 0;
     if (!token_add_seq(&m->tokens[index], seq)) m->broken = true;
@@ -117,17 +119,17 @@ EXPORT void llama_batch_ext_clear(struct llama_batch_ext *batch) {
 }
 
 EXPORT int32_t llama_batch_ext_add(struct llama_batch_ext *batch, llama_seq_id seq) {
-    return mirror_add(batch, REAL(llama_batch_ext_add)(batch, seq), seq);
+    return mirror_add(batch, REAL(llama_batch_ext_add)(batch, seq), seq, -1);
 }
 
 /* libllama keeps a token whose id or embedding it refuses (-2): the batch is then unusable there,
  * and the counts differ here, which llama_process() reports. */
 EXPORT int32_t llama_batch_ext_add_token(struct llama_batch_ext *batch, llama_seq_id seq, llama_token id) {
-    return mirror_add(batch, REAL(llama_batch_ext_add_token)(batch, seq, id), seq);
+    return mirror_add(batch, REAL(llama_batch_ext_add_token)(batch, seq, id), seq, id);
 }
 
 EXPORT int32_t llama_batch_ext_add_embd(struct llama_batch_ext *batch, llama_seq_id seq, struct llama_embd embd) {
-    return mirror_add(batch, REAL(llama_batch_ext_add_embd)(batch, seq, embd), seq);
+    return mirror_add(batch, REAL(llama_batch_ext_add_embd)(batch, seq, embd), seq, -1);
 }
 
 EXPORT bool llama_batch_ext_add_seq(struct llama_batch_ext *batch, int32_t index, llama_seq_id seq) {
@@ -155,7 +157,7 @@ EXPORT int32_t llama_process(struct llama_context *ctx, enum llama_process_type 
     }
     call_clear(layer);
     for (int32_t i = 0; i < m->n_tokens && !m->broken; i++)
-        m->broken = !call_add(layer, m->tokens[i].position, m->tokens[i].n_seqs, m->tokens[i].seqs);
+        m->broken = !call_add(layer, m->tokens[i].id, m->tokens[i].position, m->tokens[i].n_seqs, m->tokens[i].seqs);
     if (m->broken) {
         interpose_log(NULL, "llama_process(): no memory for the batch");
         return -2;

@@ -12,11 +12,16 @@
 
 /* X(function, meaning for a context of ours) */
 #define INTERPOSED(X)                                                                              \
+    /* models */                                                                                   \
+    X(llama_model_load_from_file, "remembers which models have no weights: nothing runs on them")  \
+    X(llama_load_model_from_file, "the same by its older name")                                    \
+    X(llama_model_load_from_file_ptr, "the same")                                                  \
+    X(llama_model_load_from_splits, "the same")                                                    \
     /* contexts */                                                                                 \
-    X(llama_init_from_model, "prepares the layer, makes the small inner context, attaches")        \
+    X(llama_init_from_model, "prepares the layer, makes the inner context, attaches, starts")      \
     X(llama_new_context_with_model, "the same by its older name")                                  \
     X(llama_free, "frees the context, then the layer and its cache")                               \
-    X(llama_n_ctx, "the context size that the caller asked for")                                   \
+    X(llama_n_ctx, "the context size that the caller asked for, or that the memory holds")         \
     X(llama_n_ctx_seq, "the same for one sequence")                                                \
     X(llama_n_seq_max, "the number of sequences that the caller asked for")                        \
     X(llama_model_n_swa, "0: sliding layers keep all tokens, so any prefix can be gone back to")   \
@@ -27,7 +32,7 @@
     X(llama_batch_ext_free, "drops the mirror")                                                    \
     X(llama_batch_ext_clear, "empties the mirror")                                                 \
     X(llama_batch_ext_add, "mirrors the token's sequence")                                         \
-    X(llama_batch_ext_add_token, "mirrors the token's sequence")                                   \
+    X(llama_batch_ext_add_token, "mirrors the token's id and sequence")                            \
     X(llama_batch_ext_add_embd, "mirrors the token's sequence")                                    \
     X(llama_batch_ext_add_seq, "mirrors a further sequence")                                       \
     X(llama_batch_ext_set_pos, "mirrors the position")                                             \
@@ -82,6 +87,9 @@ extern const passed_through passed_through_table[]; /* ends with a NULL name */
 /* libllama's own function. */
 void *interposed_real(int id);
 #define REAL(function) ((__typeof__(&function))interposed_real(ID_##function))
+
+/* False for a model that was loaded with no_alloc. */
+bool interpose_has_weights(const struct llama_model *model);
 
 /* The program's own calls come here: it asked for a context. */
 extern atomic_bool interposed_used;

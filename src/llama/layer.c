@@ -1,20 +1,16 @@
-/* layer.c - the layer's life: prepare, attach, free; the table of contexts; the cache. */
+/* layer.c - the layer's life: prepare, attach, free; the table of contexts. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "cache/cache.h"
 #include "llama/layer.h"
-
-/* Tokens a group of the KIVI baseline (arXiv 2402.02750). */
-#define KIVI_GROUP_TOKENS 128
 
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static oscar_llama *table;
 
 void layer_log(const oscar_llama *layer, const char *format, ...) {
-    char line[400];
+    char line[640];
     if (!layer->options.log) return;
     va_list args;
     va_start(args, format);
@@ -60,6 +56,7 @@ static oscar_status open_rotations(oscar_llama *layer, oscar_error *error) {
         oscar_status status = oscar_rotations_load(&layer->owned_rotations, o->rotations_path, error);
         if (status) return status;
         layer->rotations = layer->owned_rotations;
+        layer->rotations_name = strdup(o->rotations_path);
     } else {
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1,
                          "no rotations: the 2-bit cache needs the file that `oscar calibrate` writes");
@@ -73,7 +70,8 @@ static void set_sizes(oscar_llama *layer, const struct llama_context_params *par
     layer->n_seq_max = params->n_seq_max ? params->n_seq_max : 1;
     layer->n_ctx = GGML_PAD(n_ctx, 256u);
     layer->n_ctx_seq = layer->n_ctx;
-    if (params->kv_unified) return;
+    layer->unified = params->kv_unified;
+    if (layer->unified) return;
     layer->n_ctx_seq = GGML_PAD(layer->n_ctx / layer->n_seq_max, 256u);
     layer->n_ctx = layer->n_ctx_seq * layer->n_seq_max;
 }
@@ -118,7 +116,9 @@ oscar_status oscar_llama_prepare(oscar_llama **out, const struct llama_model *mo
     layer->model = model;
     layer->options = *options;
     status = open_rotations(layer, error);
-    layer->options.rotations_path = NULL; /* the caller's string */
+    if (!status && options->stats_path && !(layer->stats_path = strdup(options->stats_path)))
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the layer");
+    layer->options.rotations_path = layer->options.stats_path = NULL; /* the caller's strings */
     if (status) {
         oscar_llama_free(layer);
         return status;
@@ -157,85 +157,22 @@ void oscar_llama_free(oscar_llama *layer) {
             break;
         }
     pthread_mutex_unlock(&table_lock);
+    stats_end(layer);
     call_free(&layer->call);
     oscar_cache_free(layer->cache);
     oscar_rotations_free(layer->owned_rotations);
     free(layer->shapes);
     free(layer->hooks);
+    free(layer->rotations_name);
+    free(layer->stats_path);
     free(layer);
 }
 
-static oscar_status create(const oscar_llama *layer, const oscar_cache_options *options, oscar_cache **out,
-                           oscar_error *error) {
-    if (layer->options.baseline == OSCAR_LLAMA_BASELINE_KIVI)
-        return cache_create_kivi(out, options, KIVI_GROUP_TOKENS, error);
-    return oscar_cache_create(out, options, error);
-}
-
-static oscar_cache_stats stats_of(const oscar_cache *cache) {
-    oscar_cache_stats stats = {.struct_size = sizeof stats};
-    oscar_cache_get_stats(cache, &stats);
-    return stats;
-}
-
-/* The tokens that fit in kv_memory_bytes: what a cache of one page takes besides its pages is asked
- * from such a cache. */
-static oscar_status tokens_for_memory(const oscar_llama *layer, oscar_cache_options options,
-                                      int64_t *n_tokens, oscar_error *error) {
-    oscar_cache *small;
-    options.n_tokens_max = OSCAR_PAGE_TOKENS;
-    oscar_status status = create(layer, &options, &small, error);
-    if (status) return status;
-    oscar_cache_stats s = stats_of(small);
-    oscar_cache_free(small);
-    int64_t fixed = s.overlay_pages_total * s.overlay_page_bytes + s.scratch_bytes;
-    int64_t pages = (layer->options.kv_memory_bytes - fixed) / s.page_bytes;
-    if (pages < 1)
-        return error_set(error, OSCAR_ERROR_ARGUMENT, -1,
-                         "kv_memory_bytes is %lld: expected %lld for windows and scratch, and %lld a page",
-                         (long long)layer->options.kv_memory_bytes, (long long)fixed, (long long)s.page_bytes);
-    if (pages * OSCAR_PAGE_TOKENS < *n_tokens) *n_tokens = pages * OSCAR_PAGE_TOKENS;
-    return OSCAR_OK;
-}
-
-static void announce(const oscar_llama *layer) {
-    oscar_cache_stats s = stats_of(layer->cache);
-    int64_t tokens = s.pages_total * OSCAR_PAGE_TOKENS;
-    double held = (double)(s.pages_total * s.page_bytes + s.overlay_pages_total * s.overlay_page_bytes);
-    double exact = (double)(tokens * s.exact_bytes_per_token), mib = 1048576.0;
-    bool f32 = layer->options.kv_type == OSCAR_KV_F32;
-    char windows[64] = "";
-    if (!f32)
-        snprintf(windows, sizeof windows, " and %d + %d tokens in BF16", layer->options.sink, layer->options.recent);
-    layer_log(layer, "%s KV cache on %d of %d layers: %lld tokens in %.1f MiB (f16: %.1f MiB), %.2f bits an element%s, %s",
-              f32 ? "exact f32" : "2-bit", layer->n_layers, llama_model_n_layer(layer->model), (long long)tokens,
-              held / mib, exact / mib, s.history_bits, windows, oscar_isa_name());
-}
-
-oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error) {
-    const oscar_llama_options *o = &layer->options;
-    oscar_status status = OSCAR_OK;
-    if (layer->rotations)
-        status = model_check_rotations(layer->shapes, layer->n_layers, layer->rotations, error);
-    if (status) return status;
-    oscar_cache_options options = OSCAR_CACHE_OPTIONS_INIT;
-    options.kv_type = o->kv_type;
-    options.n_layers = layer->n_layers;
-    options.layers = layer->shapes;
-    options.rotations = layer->rotations;
-    options.n_seqs_max = (int32_t)layer->n_seq_max;
-    /* Each sequence may leave its last page nearly empty. */
-    options.n_tokens_max = (int64_t)layer->n_ctx + (int64_t)OSCAR_PAGE_TOKENS * layer->n_seq_max;
-    options.n_chunk_max = (int32_t)llama_n_ubatch(layer->ctx);
-    options.sink = o->sink;
-    options.recent = o->recent;
-    options.lookahead = o->lookahead;
-    options.bits_k = o->bits_k;
-    options.bits_v = o->bits_v;
-    if (o->kv_memory_bytes > 0) status = tokens_for_memory(layer, options, &options.n_tokens_max, error);
-    if (!status) status = create(layer, &options, &layer->cache, error);
-    if (!status) announce(layer);
-    return status;
+oscar_status oscar_llama_start(oscar_llama *layer, oscar_error *error) {
+    if (!layer->ctx) return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "the layer has no context");
+    if (call_find_layers(layer)) return OSCAR_OK;
+    if (error) *error = layer->error;
+    return layer->error.status;
 }
 
 const oscar_error *oscar_llama_last_error(const oscar_llama *layer) { return &layer->error; }

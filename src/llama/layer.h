@@ -4,7 +4,8 @@
  * A call (one llama_decode()) goes through the files in this order: batch.c checks positions and
  * reserves room, probe.c finds the model's attention layers (first call only), the inner
  * llama_decode() computes the graph, hook.c answers its attention nodes from the cache, batch.c
- * counts the tokens in. memory.c and state.c act between calls.
+ * counts the tokens in. memory.c and state.c act between calls, sizing.c makes the cache, stats.c
+ * tells operators what it holds.
  */
 #ifndef OSCAR_LLAMA_LAYER_H
 #define OSCAR_LLAMA_LAYER_H
@@ -46,6 +47,7 @@ typedef struct call_state {
     int32_t seq_capacity;
     bool single;        /* one sequence a token */
     int32_t *positions; /* [n_tokens] */
+    int32_t *tokens;    /* [n_tokens] ids; -1: an embedding */
     int32_t *offsets;   /* [n_tokens + 1] into seqs */
     int32_t *chunk_offsets; /* [chunk + 1] the micro-batch's, from 0 */
     int32_t *seqs;      /* [n_seqs] */
@@ -62,10 +64,16 @@ struct oscar_llama {
     const struct llama_model *model;
     struct llama_context *ctx; /* NULL until attached */
     llama_memory_t memory;
-    oscar_llama_options options; /* rotations_path cleared */
+    oscar_llama_options options; /* its paths cleared */
+    char *rotations_name; /* the file, for messages; NULL: the caller's object */
+    char *stats_path;     /* NULL: no statistics are written */
+    struct stats_entry *stats; /* in stats.c's list; NULL without a path */
     const oscar_rotations *rotations;
     oscar_rotations *owned_rotations;
-    uint32_t n_ctx, n_ctx_seq, n_seq_max; /* what the caller asked for, rounded as llama.cpp does */
+    /* What the caller asked for, rounded as llama.cpp does; n_ctx and n_ctx_seq less where
+     * kv_memory_bytes does not hold it. */
+    uint32_t n_ctx, n_ctx_seq, n_seq_max;
+    bool unified; /* sequences share n_ctx, instead of having n_ctx_seq each */
     ggml_backend_sched_eval_callback user_callback;
     void *user_callback_data;
     struct probe *probe; /* while probing */
@@ -89,8 +97,25 @@ struct oscar_llama {
 oscar_llama *layer_of_context(const struct llama_context *ctx); /* NULL: not ours */
 oscar_llama *layer_of_memory(llama_memory_t memory);
 oscar_llama *layer_of_model(const struct llama_model *model);
-oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error);
 void layer_log(const oscar_llama *layer, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* sizing.c: makes the cache in the memory that there is, shortens the context to it, and says so. */
+oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error);
+
+/* stats.c: a file of numbers for operators. All do nothing without a path. */
+typedef enum stats_event {
+    STATS_DECODE,   /* a call was computed; its tokens count */
+    STATS_NO_SLOT,  /* a call was refused for lack of room */
+    STATS_ERROR,    /* a call failed or was not valid */
+    STATS_SAVE,     /* a state was saved */
+    STATS_RESTORE,  /* a state was restored */
+    STATS_REFUSED,  /* a state was refused */
+    STATS_OTHER,    /* sequences changed in another way */
+    STATS_EVENTS
+} stats_event;
+oscar_status stats_begin(oscar_llama *layer, oscar_error *error); /* writes the file for the first time */
+void stats_note(oscar_llama *layer, stats_event event, int64_t count);
+void stats_end(oscar_llama *layer);
 
 /* model.c: what can be told from the model alone. */
 oscar_status model_check(const struct llama_model *model, oscar_error *error);
@@ -115,7 +140,7 @@ oscar_status hook_init(hook_layer *hook, oscar_error *error);
 
 /* batch.c: call_clear, call_add for every token, call_begin, the inner call, call_end. */
 void call_clear(oscar_llama *layer);
-bool call_add(oscar_llama *layer, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs);
+bool call_add(oscar_llama *layer, llama_token token, llama_pos position, int32_t n_seqs, const llama_seq_id *seqs);
 /* The position that follows what the sequence holds and what the call has added to it. */
 llama_pos call_next_position(const oscar_llama *layer, llama_seq_id seq);
 /* Probes the model and makes the cache where that was not done; false: refused, see layer->error. */

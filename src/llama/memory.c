@@ -14,11 +14,13 @@ static int64_t length_of(const oscar_llama *layer, llama_seq_id seq) {
 void oscar_llama_memory_clear(oscar_llama *layer) {
     if (!layer->cache) return;
     for (uint32_t s = 0; s < layer->n_seq_max; s++) oscar_seq_clear(layer->cache, (int32_t)s, NULL);
+    stats_note(layer, STATS_OTHER, 0);
 }
 
 static bool truncate_seq(oscar_llama *layer, llama_seq_id seq, int64_t n) {
     int64_t n_missing = 0;
     if (oscar_seq_truncate(layer->cache, seq, n, &n_missing, &layer->error)) return false;
+    stats_note(layer, STATS_OTHER, 0);
     if (n_missing > 0 && !layer->told_rollback) {
         layer->told_rollback = true;
         layer_log(layer,
@@ -55,12 +57,14 @@ void oscar_llama_memory_seq_cp(oscar_llama *layer, llama_seq_id src, llama_seq_i
     }
     if (oscar_seq_fork(layer->cache, dst, src, n, &layer->error))
         layer_log(layer, "llama_memory_seq_cp(%d, %d): %s", src, dst, layer->error.message);
+    stats_note(layer, STATS_OTHER, 0);
 }
 
 void oscar_llama_memory_seq_keep(oscar_llama *layer, llama_seq_id seq) {
     if (!layer->cache) return;
     for (uint32_t s = 0; s < layer->n_seq_max; s++)
         if ((llama_seq_id)s != seq) oscar_seq_clear(layer->cache, (int32_t)s, NULL);
+    stats_note(layer, STATS_OTHER, 0);
 }
 
 /* All layers keep all tokens, sliding ones as well. */

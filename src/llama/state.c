@@ -79,6 +79,7 @@ size_t oscar_llama_state_seq_get_data(oscar_llama *layer, uint8_t *dst, size_t s
     size_t bytes = oscar_llama_state_seq_get_size(layer, seq);
     if (bytes == 0) return 0;
     if (oscar_seq_save(layer->cache, seq, dst, size, &layer->error)) return fail(layer, "saving a sequence");
+    stats_note(layer, STATS_SAVE, 0);
     return bytes;
 }
 
@@ -94,8 +95,11 @@ static size_t restore_seq(oscar_llama *layer, const uint8_t *src, size_t size, l
     int64_t n_tokens;
     size_t bytes;
     if (!ready(layer) || check_seq(layer, src, size, &n_tokens, &bytes) ||
-        oscar_seq_restore(layer->cache, seq, src, size, NULL, &layer->error))
+        oscar_seq_restore(layer->cache, seq, src, size, NULL, &layer->error)) {
+        stats_note(layer, STATS_REFUSED, 0);
         return 0;
+    }
+    stats_note(layer, STATS_RESTORE, 0);
     return bytes;
 }
 
@@ -136,6 +140,7 @@ size_t oscar_llama_state_get_data(oscar_llama *layer, uint8_t *dst, size_t size)
     }
     memcpy(dst, &header, sizeof header);
     put_check(dst, bytes);
+    stats_note(layer, STATS_SAVE, 0);
     return bytes;
 }
 
@@ -192,7 +197,10 @@ static oscar_status check_whole(oscar_llama *layer, const uint8_t *src, size_t s
 
 static size_t restore_whole(oscar_llama *layer, const uint8_t *src, size_t size) {
     whole_header h;
-    if (!ready(layer) || check_whole(layer, src, size, &h)) return 0;
+    if (!ready(layer) || check_whole(layer, src, size, &h)) {
+        stats_note(layer, STATS_REFUSED, 0);
+        return 0;
+    }
     oscar_llama_memory_clear(layer);
     size_t at = sizeof h;
     for (uint32_t i = 0; i < h.n_seqs; i++) {
@@ -204,6 +212,7 @@ static size_t restore_whole(oscar_llama *layer, const uint8_t *src, size_t size)
             return 0;
         at += bytes;
     }
+    stats_note(layer, STATS_RESTORE, 0);
     return h.bytes;
 }
 
