@@ -106,9 +106,10 @@ static struct llama_context *give_up(struct llama_model *model, const struct lla
 EXPORT struct llama_context *llama_init_from_model(struct llama_model *model, struct llama_context_params params) {
     atomic_store(&interposed_used, true);
     fill_inner();
-    /* Embedding and drafting contexts keep next to nothing. */
-    if (!model || params.embeddings || params.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || params.ctx_other)
-        return REAL(llama_init_from_model)(model, params);
+    bool drafts = params.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT || params.ctx_other;
+    if (model && drafts) interpose_log(NULL, "a context that drafts for another is left to llama.cpp's own cache");
+    /* Embedding contexts keep next to nothing. */
+    if (!model || drafts || params.embeddings) return REAL(llama_init_from_model)(model, params);
     oscar_error error = {0};
     oscar_llama_options options;
     bool pass_through = false;
