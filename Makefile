@@ -12,9 +12,10 @@ TSAN_BUILD := $(BUILD)-tsan
 CHECK_BUILD := $(BUILD)-check
 # The tests compile the CUDA code for one architecture: all four take most of an hour on two cores.
 CHECK_CUDA ?= 90a-real
+SOAK_SECONDS ?= 1800
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all help deps deps-check llama build check check-asan check-tsan demo install clean
+.PHONY: all help deps deps-check llama build check check-asan check-tsan soak demo install clean
 
 all: build
 
@@ -24,6 +25,7 @@ help:
 	@echo 'make check      build with warnings as errors and run all tests'
 	@echo 'make check-asan the same under AddressSanitizer and UBSan'
 	@echo 'make check-tsan the tests of the core under ThreadSanitizer'
+	@echo 'make soak       a server under 16 clients for SOAK_SECONDS (1800)'
 	@echo 'make deps       install the Debian packages that are missing'
 	@echo 'make llama      build llama.cpp into the cache folder (once)'
 	@echo 'make install    install to PREFIX (default /usr/local)'
@@ -52,6 +54,10 @@ check-asan: deps-check
 check-tsan: deps-check
 	@OSCAR_CORE_ONLY=1 scripts/build.sh $(TSAN_BUILD) -DOSCAR_WERROR=ON -DOSCAR_TSAN=ON -DOSCAR_CUDA=OFF
 	@TSAN_OPTIONS=halt_on_error=1 scripts/check.sh $(TSAN_BUILD) -j $(JOBS) -R '^test_'
+
+soak: build
+	@$(BUILD)/oscar pull $(MODEL) >/dev/null
+	@OSCAR_SOAK_SECONDS=$(SOAK_SECONDS) bash tests/check_llama_soak.sh $(BUILD) $(MODEL)
 
 demo: deps
 	@scripts/build.sh $(BUILD) -DOSCAR_CUDA=OFF
