@@ -140,10 +140,14 @@ static void op_restore(game *g, int seq) {
         g->n_refused++;
         return;
     }
-    uint64_t salt = g->chains[seq].salt;
-    g->chains[seq] = g->saved_chain;
-    g->chains[seq].salt = salt; /* the sequence keeps its own; rows and hashes are the saved ones */
-    g->chains[seq].known = 0;
+    chain *c = &g->chains[seq];
+    uint64_t salt = c->salt;
+    *c = g->saved_chain;
+    if (c->known > c->pure) c->known = c->pure;
+    if (c->salt != salt) c->known = 0;
+    c->salt = salt; /* the sequence keeps its own; rows and hashes are the saved ones */
+    c->pure = INT32_MAX; /* what was not pure is not known now */
+    chain_cut(g->world.cache, c, c->n, seq_missing_rows(g->world.cache, &g->world.cache->seqs[seq]));
 }
 
 static void op_attach(game *g, int seq) {

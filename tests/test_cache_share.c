@@ -96,10 +96,13 @@ static void test_equal_hashes(void **state) {
         assert_int_equal(stats_of(w.cache).pages_shared, differ[i] / 64);
         assert_goes_on(&w, 0, a);
         assert_goes_on(&w, 1, b);
-        int64_t n;
-        assert_int_equal(oscar_seq_attach_prefix(w.cache, 2, b->tokens, 300, 1000, &n, NULL), OSCAR_OK);
-        assert_int_equal(n, 256);
-        for (int t = 0; t < 256; t++) assert_true(held_history(w.cache, 2, t) == b->history[t]);
+        for (int k = 0; k < 2; k++) {
+            const chain *c = k ? b : a;
+            int64_t n;
+            assert_int_equal(oscar_seq_attach_prefix(w.cache, 2, c->tokens, 300, 1000, &n, NULL), OSCAR_OK);
+            assert_int_equal(n, 256);
+            for (int t = 0; t < 256; t++) assert_true(held_history(w.cache, 2, t) == c->history[t]);
+        }
         check_inside(w.cache);
         free(a), free(b);
         world_close(&w);
@@ -249,6 +252,16 @@ static void test_window_rows(void **state) {
     assert_true(chain_feed(&w, 4, e, 740, true));
     assert_int_equal(stats_of(w.cache).page_hits - hits, 10);
     assert_goes_on(&w, 4, e);
+    /* Nor in a fork. */
+    assert_int_equal(oscar_seq_fork(w.cache, 5, 3, 700, NULL), OSCAR_OK);
+    chain *f = malloc(sizeof *f);
+    *f = *d;
+    chain_cut(w.cache, f, 700, seq_missing_rows(w.cache, &w.cache->seqs[5]));
+    for (int t = 0; t < 100; t++) chain_add(&w, f, t, 0);
+    assert_true(chain_feed(&w, 5, f, 800, true));
+    chain_check(w.cache, 5, f);
+    assert_int_equal(stats_of(w.cache).page_hits - hits, 10);
+    free(f);
     /* Back to before it: pure again. */
     assert_int_equal(oscar_seq_truncate(w.cache, 3, 2, &missing, NULL), OSCAR_OK);
     chain_cut(w.cache, d, 2, missing);

@@ -318,7 +318,8 @@ OSCAR_API size_t oscar_seq_save_bytes(const oscar_cache *cache, int32_t seq);
 OSCAR_API oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, size_t out_bytes,
                                       oscar_error *error);
 /* Replaces what `seq` holds. Every byte is checked before anything is touched: on error the
- * sequence is as it was. *used (NULL is allowed) receives the bytes read, which may be fewer than
+ * sequence is as it was. Token ids are saved with the rows: full pages of a sequence that was saved
+ * under the salt of `seq` are shared again. *used (NULL is allowed) receives the bytes read, which may be fewer than
  * `bytes`. Errors: FORMAT (cut, flipped; position: byte offset), MISMATCH (made under another
  * geometry, rotation, recipe, bits or window; the message says which), UNSUPPORTED (newer version),
  * NO_SPACE. */
@@ -359,8 +360,9 @@ typedef struct oscar_step {
     float logit_softcap;      /* then cap * tanh(logit / cap); 0: off; negative, NaN: refused */
     const float *sink_logits; /* [n_q_heads]: one more logit in each softmax sum, with no value
                                  (attention sinks); NULL: none */
-    const int32_t *tokens;    /* [n_tokens] token ids, the same for every layer; NULL: not known
-                                 (embeddings), then these and later tokens' pages are not shared */
+    const int32_t *tokens;    /* [n_tokens] token ids, the same for every layer; NULL, or a negative
+                                 id: not known (embeddings), then the pages of these and of the
+                                 sequence's later tokens are not shared */
 } oscar_step;
 
 #define OSCAR_STEP_INIT                                                                            \

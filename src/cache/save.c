@@ -9,16 +9,17 @@
  *            cache [head_dim] float32
  *   overlay  (quantised caches) for each layer, KV head, side and each position in [0, sink) and
  *            [recent_low, n_tokens) below n_tokens: [head_dim] bf16
+ *   tokens   [n_known] int32 ids
  *   check    XXH3-64 of everything before it
  */
-#include <assert.h>
+#include <stddef.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "cache/cache.h"
 
 #define SAVED_MAGIC 0x31514553u /* "SEQ1" */
-#define SAVED_VERSION 1u
+#define SAVED_VERSION 2u
 
 typedef struct saved_header {
     uint32_t magic;
@@ -29,7 +30,13 @@ typedef struct saved_header {
     int32_t kv_type, sink, recent, reserved;
     int64_t n_tokens;
     int64_t recent_low;
+    uint64_t salt;   /* from here on: version 2 */
+    int64_t n_known; /* the first tokens, whose ids are known and whose rows are what the contract says */
 } saved_header;
+
+#define HEADER_BYTES_1 offsetof(saved_header, salt)
+
+static size_t header_bytes(uint32_t version) { return version == 1 ? HEADER_BYTES_1 : sizeof(saved_header); }
 
 /* ------------------------------------------------------------------------------------ fingerprint */
 
@@ -89,7 +96,8 @@ static bool has_overlay_row(const oscar_cache *cache, int64_t position, int64_t 
     return cache->has_overlay && (position < cache->options.sink || position >= recent_low);
 }
 
-static size_t saved_bytes(const oscar_cache *cache, int64_t n_tokens, int64_t recent_low) {
+static size_t saved_bytes(const oscar_cache *cache, const saved_header *h) {
+    int64_t n_tokens = h->n_tokens, recent_low = h->recent_low;
     size_t history = 0, overlay = 0, rows = 0;
     for (int32_t i = 0; i < cache->n_layers; i++) {
         const cache_layer *l = &cache->layers[i];
@@ -97,7 +105,8 @@ static size_t saved_bytes(const oscar_cache *cache, int64_t n_tokens, int64_t re
         overlay += (size_t)l->shape.n_kv_heads * 2 * (size_t)l->shape.head_dim * sizeof(uint16_t);
     }
     for (int64_t p = 0; p < n_tokens; p++) rows += has_overlay_row(cache, p, recent_low);
-    return sizeof(saved_header) + history * (size_t)n_tokens + overlay * rows + sizeof(uint64_t);
+    return header_bytes(h->version) + history * (size_t)n_tokens + overlay * rows + (size_t)h->n_known * sizeof(int32_t) +
+           sizeof(uint64_t);
 }
 
 /* The first BF16 row past the sink that is saved: what a rollback within the lookahead can reach. */
@@ -108,44 +117,58 @@ static int64_t saved_low(const oscar_cache *cache, const cache_seq *s) {
     return low < 0 ? 0 : low < s->length ? low : s->length;
 }
 
+static saved_header make_header(const oscar_cache *cache, const cache_seq *s) {
+    int64_t known = s->known_end < s->pure_end ? s->known_end : s->pure_end;
+    saved_header h = {.magic = SAVED_MAGIC, .version = SAVED_VERSION, .geometry_hash = cache->geometry_hash,
+                      .fit_hash = cache->fit_hash, .kv_type = cache->options.kv_type, .sink = cache->options.sink,
+                      .recent = cache->options.recent, .n_tokens = s->length, .recent_low = saved_low(cache, s),
+                      .salt = s->salt, .n_known = known < s->length ? known : s->length};
+    h.bytes = saved_bytes(cache, &h);
+    return h;
+}
+
 size_t oscar_seq_save_bytes(const oscar_cache *cache, int32_t seq) {
     if (seq < 0 || seq >= cache->options.n_seqs_max) return 0;
-    const cache_seq *s = &cache->seqs[seq];
-    return saved_bytes(cache, s->length, saved_low(cache, s));
+    return make_header(cache, &cache->seqs[seq]).bytes;
 }
 
 /* ------------------------------------------------------------------------------------------- rows */
 
-static size_t pack_row(const page_side *side, const uint8_t *codes, const uint16_t *params, uint8_t *out) {
-    uint32_t pending = 0; /* codes not written yet, from the lowest bit up */
-    int32_t n_pending = 0, n = 0;
-    for (int32_t i = 0; i < side->head_dim; i++) {
-        pending |= (uint32_t)codes[i] << n_pending;
-        n_pending += side->bits;
-        if (n_pending < 8) continue;
-        out[n++] = (uint8_t)pending;
-        pending >>= 8;
-        n_pending -= 8;
+/* Eight codes are `bits` bytes, and head_dim is a multiple of 16. Inlined with constant bits. */
+static inline __attribute__((always_inline)) size_t pack_codes(int32_t n, size_t bits, const uint8_t *codes, uint8_t *out) {
+    for (int32_t i = 0; i < n; i += 8, codes += 8, out += bits) {
+        uint32_t word = 0;
+        for (size_t j = 0; j < 8; j++) word |= (uint32_t)codes[j] << bits * j;
+        memcpy(out, &word, bits);
     }
-    assert(n_pending == 0); /* head_dim is a multiple of 16 */
+    return (size_t)n * bits / 8;
+}
+
+static inline __attribute__((always_inline)) size_t unpack_codes(int32_t n, size_t bits, const uint8_t *in, uint8_t *codes) {
+    for (int32_t i = 0; i < n; i += 8, codes += 8, in += bits) {
+        uint32_t word = 0;
+        memcpy(&word, in, bits);
+        for (size_t j = 0; j < 8; j++) codes[j] = (uint8_t)(word >> bits * j & ((1u << bits) - 1));
+    }
+    return (size_t)n * bits / 8;
+}
+
+static size_t pack_row(const page_side *side, const uint8_t *codes, const uint16_t *params, uint8_t *out) {
+    int32_t d = side->head_dim;
+    size_t n = side->bits == 2   ? pack_codes(d, 2, codes, out)
+               : side->bits == 3 ? pack_codes(d, 3, codes, out)
+                                 : pack_codes(d, 4, codes, out);
     memcpy(out + n, params, (size_t)side->n_groups * 4);
-    return (size_t)n + (size_t)side->n_groups * 4;
+    return n + (size_t)side->n_groups * 4;
 }
 
 static size_t unpack_row(const page_side *side, const uint8_t *in, uint8_t *codes, uint16_t *params) {
-    uint32_t pending = 0, mask = (1u << side->bits) - 1;
-    int32_t n_pending = 0, n = 0;
-    for (int32_t i = 0; i < side->head_dim; i++) {
-        if (n_pending < side->bits) {
-            pending |= (uint32_t)in[n++] << n_pending;
-            n_pending += 8;
-        }
-        codes[i] = (uint8_t)(pending & mask);
-        pending >>= side->bits;
-        n_pending -= side->bits;
-    }
+    int32_t d = side->head_dim;
+    size_t n = side->bits == 2   ? unpack_codes(d, 2, in, codes)
+               : side->bits == 3 ? unpack_codes(d, 3, in, codes)
+                                 : unpack_codes(d, 4, in, codes);
     memcpy(params, in + n, (size_t)side->n_groups * 4);
-    return (size_t)n + (size_t)side->n_groups * 4;
+    return n + (size_t)side->n_groups * 4;
 }
 
 /* One history row between its page and the saved form. Returns the bytes it takes there. */
@@ -194,17 +217,27 @@ static size_t move_overlay_row(const oscar_cache *cache, const cache_seq *s, con
     return (size_t)d * sizeof(uint16_t);
 }
 
-static void move_rows(const oscar_cache *cache, const cache_seq *s, int64_t n, int64_t recent_low, uint8_t *bytes, bool save) {
+/* Returns the end of the rows in `bytes`. */
+static uint8_t *move_rows(const oscar_cache *cache, const cache_seq *s, const saved_header *header, uint8_t *bytes, bool save) {
     for (int overlay = 0; overlay < 2; overlay++)
         for (int32_t i = 0; i < cache->n_layers; i++)
             for (int32_t h = 0; h < cache->layers[i].shape.n_kv_heads; h++)
                 for (int side = 0; side < 2; side++)
-                    for (int64_t p = 0; p < n; p++) {
+                    for (int64_t p = 0; p < header->n_tokens; p++) {
                         if (!overlay)
                             bytes += move_history_row(cache, s, &cache->layers[i], h, side, p, bytes, save);
-                        else if (has_overlay_row(cache, p, recent_low))
+                        else if (has_overlay_row(cache, p, header->recent_low))
                             bytes += move_overlay_row(cache, s, &cache->layers[i], h, side, p, bytes, save);
                     }
+    return bytes;
+}
+
+static void move_tokens(const oscar_cache *cache, const cache_seq *s, int64_t n, uint8_t *bytes, bool save) {
+    for (int64_t p = 0; p < n; p += OSCAR_PAGE_TOKENS, bytes += OSCAR_PAGE_TOKENS * sizeof(int32_t)) {
+        int32_t *tokens = cache->index.tokens + (size_t)s->history[p / OSCAR_PAGE_TOKENS] * OSCAR_PAGE_TOKENS;
+        size_t count = (size_t)(n - p < OSCAR_PAGE_TOKENS ? n - p : OSCAR_PAGE_TOKENS);
+        memcpy(save ? (void *)bytes : tokens, save ? (const void *)tokens : bytes, count * sizeof *tokens);
+    }
 }
 
 oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, size_t out_bytes, oscar_error *error) {
@@ -213,12 +246,10 @@ oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, si
     if (out_bytes < need)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "out holds %zu bytes, %zu are needed", out_bytes, need);
     const cache_seq *s = &cache->seqs[seq];
-    saved_header header = {.magic = SAVED_MAGIC, .version = SAVED_VERSION, .bytes = need,
-                           .geometry_hash = cache->geometry_hash, .fit_hash = cache->fit_hash,
-                           .kv_type = cache->options.kv_type, .sink = cache->options.sink,
-                           .recent = cache->options.recent, .n_tokens = s->length, .recent_low = saved_low(cache, s)};
+    saved_header header = make_header(cache, s);
     memcpy(out, &header, sizeof header);
-    move_rows(cache, s, s->length, header.recent_low, (uint8_t *)out + sizeof header, true);
+    uint8_t *end = move_rows(cache, s, &header, (uint8_t *)out + sizeof header, true);
+    move_tokens(cache, s, header.n_known, end, true);
     uint64_t check = XXH3_64bits(out, need - sizeof check);
     memcpy((uint8_t *)out + need - sizeof check, &check, sizeof check);
     return OSCAR_OK;
@@ -226,18 +257,27 @@ oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, si
 
 /* ---------------------------------------------------------------------------------------- restore */
 
-static oscar_status check_saved(const oscar_cache *cache, const void *data, size_t bytes, saved_header *h,
-                                oscar_error *error) {
-    if (!data || bytes < sizeof *h + sizeof(uint64_t))
+/* Version 1 knew no ids. */
+static oscar_status read_header(const void *data, size_t bytes, saved_header *h, oscar_error *error) {
+    memset(h, 0, sizeof *h);
+    if (!data || bytes < HEADER_BYTES_1 + sizeof(uint64_t))
         return error_set(error, OSCAR_ERROR_FORMAT, 0, "saved sequence: %zu bytes are no header", bytes);
-    memcpy(h, data, sizeof *h);
+    memcpy(h, data, HEADER_BYTES_1);
     if (h->magic != SAVED_MAGIC) return error_set(error, OSCAR_ERROR_FORMAT, 0, "not a saved sequence");
-    if (h->version != SAVED_VERSION)
-        return error_set(error, OSCAR_ERROR_UNSUPPORTED, 4, "saved sequence of version %u, this build reads %u", h->version,
+    if (h->version < 1 || h->version > SAVED_VERSION)
+        return error_set(error, OSCAR_ERROR_UNSUPPORTED, 4, "saved sequence of version %u, this build reads 1 to %u", h->version,
                          SAVED_VERSION);
-    if (h->bytes > bytes || h->bytes < sizeof *h + sizeof(uint64_t))
+    if (h->bytes > bytes || h->bytes < header_bytes(h->version) + sizeof(uint64_t))
         return error_set(error, OSCAR_ERROR_FORMAT, 8, "saved sequence is cut: %llu bytes of %llu",
                          (unsigned long long)bytes, (unsigned long long)h->bytes);
+    memcpy(h, data, header_bytes(h->version));
+    return OSCAR_OK;
+}
+
+static oscar_status check_saved(const oscar_cache *cache, const void *data, size_t bytes, saved_header *h,
+                                oscar_error *error) {
+    oscar_status status = read_header(data, bytes, h, error);
+    if (status) return status;
     uint64_t check;
     memcpy(&check, (const uint8_t *)data + h->bytes - sizeof check, sizeof check);
     if (XXH3_64bits(data, h->bytes - sizeof check) != check)
@@ -249,10 +289,14 @@ static oscar_status check_saved(const oscar_cache *cache, const void *data, size
     if (h->sink != cache->options.sink || h->recent != cache->options.recent)
         return error_set(error, OSCAR_ERROR_MISMATCH, 36, "saved sequence has windows %d, %d, this cache %d, %d", h->sink,
                          h->recent, cache->options.sink, cache->options.recent);
-    if (h->n_tokens < 0 || h->n_tokens > (int64_t)cache->max_pages * OSCAR_PAGE_TOKENS || h->recent_low < 0 ||
-        h->recent_low > h->n_tokens || saved_bytes(cache, h->n_tokens, h->recent_low) != h->bytes)
-        return error_set(error, h->n_tokens > (int64_t)cache->max_pages * OSCAR_PAGE_TOKENS ? OSCAR_ERROR_NO_SPACE : OSCAR_ERROR_FORMAT,
-                         48, "saved sequence of %lld tokens in %llu bytes", (long long)h->n_tokens, (unsigned long long)h->bytes);
+    int64_t room = (int64_t)cache->max_pages * OSCAR_PAGE_TOKENS;
+    if (h->n_tokens > room)
+        return error_set(error, OSCAR_ERROR_NO_SPACE, 48, "saved sequence of %lld tokens, this cache holds %lld",
+                         (long long)h->n_tokens, (long long)room);
+    if (h->n_tokens < 0 || h->recent_low < 0 || h->recent_low > h->n_tokens || h->n_known < 0 || h->n_known > h->n_tokens ||
+        saved_bytes(cache, h) != h->bytes)
+        return error_set(error, OSCAR_ERROR_FORMAT, 48, "saved sequence of %lld tokens, %lld known, in %llu bytes",
+                         (long long)h->n_tokens, (long long)h->n_known, (unsigned long long)h->bytes);
     return OSCAR_OK;
 }
 
@@ -295,7 +339,13 @@ oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data
         }
     }
     /* The rows are read only, but one function moves them both ways. */
-    move_rows(cache, s, h.n_tokens, h.recent_low, (uint8_t *)(uintptr_t)data + sizeof h, false);
+    uint8_t *end = move_rows(cache, s, &h, (uint8_t *)(uintptr_t)data + header_bytes(h.version), false);
+    if (cache->index.on && h.salt == s->salt) {
+        move_tokens(cache, s, h.n_known, end, false);
+        s->known_end = h.n_known;
+    }
+    share_completed(cache, s, 0, s->length);
+    seq_settle(cache, s);
     if (used) *used = h.bytes;
     return OSCAR_OK;
 }

@@ -106,7 +106,6 @@ oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_t n_new, o
                          (long long)n_new, (long long)s->n_reserved);
     s->length += n_new;
     s->n_reserved -= n_new;
-    if (s->known_end > s->length) s->known_end = s->length;
     share_completed(cache, s, s->length - n_new, s->length);
     if (!cache->has_overlay) return OSCAR_OK;
 

@@ -52,11 +52,11 @@ static void fill_strides(oscar_step *in, const oscar_layer *shape) {
     if (!in->out_token_stride) in->out_token_stride = d * shape->n_q_heads;
 }
 
-/* Keeps the id beside its page; known ids have no hole. */
+/* Keeps the id beside its page; known ids have no hole, a negative one is not known. */
 static void note_token(oscar_cache *cache, cache_seq *seq, int32_t position, int32_t token) {
     int32_t page = seq->history[position / OSCAR_PAGE_TOKENS];
     cache->index.tokens[(size_t)page * OSCAR_PAGE_TOKENS + (size_t)(position % OSCAR_PAGE_TOKENS)] = token;
-    if (seq->known_end == position) seq->known_end = position + 1;
+    if (token >= 0 && seq->known_end == position) seq->known_end = position + 1;
 }
 
 /* Groups the appends by sequence, keeping their order, and checks that each sequence goes on. */

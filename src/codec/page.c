@@ -28,23 +28,31 @@ page_side page_side_make(page_side_kind kind, int32_t head_dim, int32_t bits) {
 }
 
 /* The four planes differ in how many bits a code takes (2 or 1) and what a lane is, so each of the
- * writers below is given `width` and takes 32 / width codes a lane. */
+ * functions below is given `width` and takes 32 / width codes a lane. Codes are shifted by `shift`. */
 static inline int code_bit(int index, int width) {
     return 8 * (index & 3) + width * (index >> 2);
 }
 
-/* Codes shifted right by `shift`, `width` bits each, into one row of a key plane: whole words. */
+/* The low `width` bits of four bytes. */
+static inline uint32_t four_masks(int width) { return ((1u << width) - 1) * 0x01010101u; }
+
+static inline uint32_t load32(const uint8_t *at) {
+    uint32_t word;
+    memcpy(&word, at, sizeof word);
+    return word;
+}
+
+/* One row of a key plane: whole words, four codes at a time, since code 4 f + j is at bit 8 j + width f. */
 static void key_plane_put(int32_t head_dim, int width, uint8_t *plane, int slot,
                           const uint8_t *codes, int shift) {
     int per_word = 32 / width, n_blocks = (head_dim + per_word - 1) / per_word;
     uint8_t *lane = plane + (size_t)(slot / TILE_TOKENS) * n_blocks * BLOCK_BYTES + slot % TILE_TOKENS * 4;
-    uint32_t mask = (1u << width) - 1;
-    for (int b = 0; b < n_blocks; b++) {
+    uint32_t masks = four_masks(width);
+    for (int c = 0; c < head_dim; lane += BLOCK_BYTES) {
         uint32_t word = 0;
-        int n = head_dim - b * per_word < per_word ? head_dim - b * per_word : per_word;
-        for (int i = 0; i < n; i++)
-            word |= ((uint32_t)codes[b * per_word + i] >> shift & mask) << code_bit(i, width);
-        for (int byte = 0; byte < 4; byte++) lane[b * BLOCK_BYTES + byte] = (uint8_t)(word >> 8 * byte);
+        for (int f = 0; f < per_word / 4 && c < head_dim; f++, c += 4)
+            word |= (load32(codes + c) >> shift & masks) << width * f;
+        memcpy(lane, &word, sizeof word);
     }
 }
 
@@ -52,37 +60,41 @@ static void key_plane_get(int32_t head_dim, int width, const uint8_t *plane, int
                           uint8_t *codes, int shift) {
     int per_word = 32 / width, n_blocks = (head_dim + per_word - 1) / per_word;
     const uint8_t *lane = plane + (size_t)(slot / TILE_TOKENS) * n_blocks * BLOCK_BYTES + slot % TILE_TOKENS * 4;
-    uint32_t mask = (1u << width) - 1;
-    for (int c = 0; c < head_dim; c++) {
-        const uint8_t *word = lane + c / per_word * BLOCK_BYTES;
-        int bit = code_bit(c % per_word, width);
-        codes[c] |= (uint8_t)((word[bit >> 3] >> (bit & 7) & mask) << shift);
+    uint32_t masks = four_masks(width);
+    for (int c = 0; c < head_dim; lane += BLOCK_BYTES) {
+        uint32_t word = load32(lane);
+        for (int f = 0; f < per_word / 4 && c < head_dim; f++, c += 4) {
+            uint32_t four = load32(codes + c) | (word >> width * f & masks) << shift;
+            memcpy(codes + c, &four, sizeof four);
+        }
     }
 }
 
-/* The byte of channel 0 that holds token `slot` of a value plane, and the bit in it. */
-static inline size_t value_plane_byte(int32_t head_dim, int width, int slot, int *bit) {
-    int tokens = 32 / width, b = code_bit(slot % tokens, width);
-    *bit = b & 7;
-    return (size_t)(slot / tokens) * (head_dim / 16) * BLOCK_BYTES + (size_t)(b >> 3);
+/* The word of channel 0 that holds token `slot` of a value plane, and the bit in it. */
+static inline size_t value_plane_word(int32_t head_dim, int width, int slot, int *bit) {
+    int tokens = 32 / width;
+    *bit = code_bit(slot % tokens, width);
+    return (size_t)(slot / tokens) * (head_dim / 16) * BLOCK_BYTES;
 }
 
 /* One token of a value plane: `width` bits in each channel's word, shared with other tokens. */
 static void value_plane_put(int32_t head_dim, int width, uint8_t *plane, int slot,
                             const uint8_t *codes, int shift) {
     int bit;
-    uint8_t *at = plane + value_plane_byte(head_dim, width, slot, &bit);
-    unsigned mask = (1u << width) - 1;
-    for (int c = 0; c < head_dim; c++)
-        at[4 * c] = (uint8_t)((at[4 * c] & ~(mask << bit)) | (((unsigned)codes[c] >> shift & mask) << bit));
+    uint8_t *at = plane + value_plane_word(head_dim, width, slot, &bit);
+    uint32_t mask = (1u << width) - 1;
+    for (int c = 0; c < head_dim; c++) {
+        uint32_t word = (load32(at + 4 * c) & ~(mask << bit)) | ((uint32_t)codes[c] >> shift & mask) << bit;
+        memcpy(at + 4 * c, &word, sizeof word);
+    }
 }
 
 static void value_plane_get(int32_t head_dim, int width, const uint8_t *plane, int slot,
                             uint8_t *codes, int shift) {
     int bit;
-    const uint8_t *at = plane + value_plane_byte(head_dim, width, slot, &bit);
-    unsigned mask = (1u << width) - 1;
-    for (int c = 0; c < head_dim; c++) codes[c] |= (uint8_t)((at[4 * c] >> bit & mask) << shift);
+    const uint8_t *at = plane + value_plane_word(head_dim, width, slot, &bit);
+    uint32_t mask = (1u << width) - 1;
+    for (int c = 0; c < head_dim; c++) codes[c] |= (uint8_t)((load32(at + 4 * c) >> bit & mask) << shift);
 }
 
 void page_put_row(const page_side *side, uint8_t *page, int slot, const uint8_t *codes,
