@@ -18,6 +18,8 @@ static float random_normal(void) { return (float)rng_normal(&random_state); }
 typedef struct shape {
     int d, bits_k, bits_v, n_rows, n_pairs, length, window;
     float softcap, bias;
+    unsigned overlay; /* a bit a page: BF16 rows in place of codes */
+    bool causal;      /* row r does not see the last n_rows - 1 - r positions */
 } shape;
 
 /* Pages of random codes, queries for them, and what float64 makes of it. */
@@ -63,7 +65,24 @@ static uint8_t *make_page(const page_side *side, int count, double *rows) {
     return page;
 }
 
-static bool visible(const shape *s, int t) { return t < s->length && (s->window == 0 || t >= s->length - s->window); }
+/* A page of BF16 rows, keys [d][64] and values [64][d], NaN after the first `count`. */
+static uint8_t *make_overlay(int kind, int d, int count, double *rows) {
+    uint16_t *page = make((size_t)(TILE * d), sizeof *page);
+    memset(page, 0xff, sizeof *page * (size_t)(TILE * d));
+    for (int t = 0; t < count; t++)
+        for (int i = 0; i < d; i++) {
+            uint16_t *at = &page[kind == PAGE_KEY ? i * TILE + t : t * d + i];
+            *at = bf16_from_float(random_normal());
+            rows[t * d + i] = (double)bf16_to_float(*at);
+        }
+    return (uint8_t *)page;
+}
+
+/* What row r sees. */
+static bool visible(const shape *s, int r, int t) {
+    int end = s->length - (s->causal ? s->n_rows - 1 - r : 0);
+    return t < end && (s->window == 0 || t >= end - s->window);
+}
 
 /* Float64 attention of one row. */
 static void attend(decode_case *c, int r, double scale) {
@@ -73,7 +92,7 @@ static void attend(decode_case *c, int r, double scale) {
     double *out = c->want + (size_t)r * (size_t)s->d;
     for (int t = 0; t < n; t++) {
         double dot = c->bias[r];
-        if (!visible(s, t)) continue;
+        if (!visible(s, r, t)) continue;
         for (int i = 0; i < s->d; i++) dot += (double)c->q[r * q_dim + i] * c->k[t * s->d + i];
         for (int i = 0; i < 2 * s->n_pairs; i++)
             dot += (double)c->turned[(t / TILE * s->n_rows + r) * 2 * s->n_pairs + i] * c->table[i * TILE + t % TILE];
@@ -83,7 +102,7 @@ static void attend(decode_case *c, int r, double scale) {
     }
     for (int i = 0; i < s->d; i++) out[i] = 0;
     for (int t = 0; t < n; t++) {
-        if (!visible(s, t)) continue;
+        if (!visible(s, r, t)) continue;
         double w = exp(logits[t] - max);
         total += w;
         for (int i = 0; i < s->d; i++) out[i] += w * c->v[t * s->d + i];
@@ -99,8 +118,10 @@ static decode_case case_make(const shape *s) {
     c.k = make(n * d, sizeof *c.k), c.v = make(n * d, sizeof *c.v);
     for (int b = 0; b < c.n_pages; b++) {
         int count = s->length - b * TILE < TILE ? s->length - b * TILE : TILE;
-        c.keys[b] = make_page(&c.k_side, count, c.k + (size_t)b * TILE * d);
-        c.values[b] = make_page(&c.v_side, count, c.v + (size_t)b * TILE * d);
+        bool overlay = s->overlay >> b & 1;
+        double *k = c.k + (size_t)b * TILE * d, *v = c.v + (size_t)b * TILE * d;
+        c.keys[b] = overlay ? make_overlay(PAGE_KEY, s->d, count, k) : make_page(&c.k_side, count, k);
+        c.values[b] = overlay ? make_overlay(PAGE_VALUE, s->d, count, v) : make_page(&c.v_side, count, v);
     }
     c.table = make(2 * pairs * TILE, sizeof *c.table);
     c.turned = make((size_t)c.n_pages * rows * 2 * pairs, sizeof *c.turned);
@@ -141,15 +162,18 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
     decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
     ops->begin(decode);
     for (int b = 0; b < c->n_pages; b++) {
-        uint64_t valid = 0, masks[ATTN_DECODE_ROWS];
-        for (int t = 0; t < TILE; t++)
-            if (visible(s, b * TILE + t)) valid |= 1ull << t;
+        uint64_t valid = 0, masks[ATTN_ROWS_MAX] = {0};
         for (int r = 0; r < n; r++) {
-            masks[r] = valid;
+            for (int t = 0; t < TILE; t++)
+                if (visible(s, r0 + r, b * TILE + t)) masks[r] |= 1ull << t;
+            valid |= masks[r];
             memcpy(q + r * q_dim + d, c->turned + (b * s->n_rows + r0 + r) * 2 * s->n_pairs,
                    sizeof(float) * 2 * (size_t)s->n_pairs);
         }
-        ops->page(decode, c->keys[b], c->values[b], valid, masks);
+        if (s->overlay >> b & 1)
+            ops->overlay(decode, (uint16_t *)(void *)c->keys[b], (uint16_t *)(void *)c->values[b], valid, masks);
+        else
+            ops->page(decode, c->keys[b], c->values[b], valid, masks);
     }
     if (ops->end) ops->end(decode);
     for (int r = 0; r < n; r++)
@@ -173,6 +197,8 @@ static double worst_error(const decode_case *c, const float *out) {
     return worst;
 }
 
+/* Every table that this machine runs; at most MAX_TABLES. */
+#define MAX_TABLES 4
 static int tables(const attn_decode_ops **out) {
     int n = 0;
 #if defined(__x86_64__)
@@ -180,6 +206,7 @@ static int tables(const attn_decode_ops **out) {
     if (isa_current() >= ISA_AVX2) out[n++] = &attn_decode_int2_avx2;
     if (isa_current() >= ISA_AVX512VNNI) out[n++] = &attn_decode_int2_avx512vnni;
     if (isa_current() >= ISA_AMX) out[n++] = &attn_decode_int2_amx;
+    if (isa_current() >= ISA_AMX) out[n++] = &attn_prefill_int2_amx;
 #else
     (void)out;
 #endif
@@ -198,10 +225,12 @@ static double check(const attn_decode_ops *ops, const decode_case *c) {
 }
 
 static void run_shape(const shape *s, double *worst) {
-    const attn_decode_ops *ops[4];
+    const attn_decode_ops *ops[MAX_TABLES];
     int n_ops = tables(ops);
     decode_case c = case_make(s);
     for (int o = 0; o < n_ops; o++) {
+        attn_decode sides = {.rows = &(attn_rows){.head_dim = s->d}, .k_side = &c.k_side, .v_side = &c.v_side};
+        if (s->n_rows > ops[o]->max_rows || (s->overlay && !ops[o]->overlay) || (ops[o]->fits && !ops[o]->fits(&sides))) continue;
         double e = check(ops[o], &c);
         if (e > *worst) *worst = e;
     }
@@ -247,13 +276,68 @@ static void test_groups(void **state) {
     printf("worst error %.2e\n", worst);
 }
 
+/* Pages of BF16 rows alone, and between pages of codes. */
+static void test_overlay(void **state) {
+    (void)state;
+    static const int dims[] = {16, 48, 64, 80, 96, 128, 144, 256};
+    double worst = 0;
+    random_state = rng_seed(__func__, 36);
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+        for (int k = 0; k < 6; k++) {
+            static const unsigned overlay[] = {~0u, 9, 0x15};
+            int d = dims[i], pairs[] = {0, 8, d / 2};
+            run_shape(&(shape){.d = d, .bits_k = 2 + k % 3, .bits_v = 2, .n_rows = 1 + random_below(16), .n_pairs = pairs[k % 3],
+                               .length = 1 + random_below(320), .bias = 0.3f, .overlay = overlay[k % 3],
+                               .softcap = k == 3 ? 5.0f : 0.0f, .window = k == 4 ? 90 : 0}, &worst);
+        }
+    printf("worst error %.2e\n", worst);
+}
+
+/* Many rows, each of which sees one position more than the one before. */
+static void test_many_rows(void **state) {
+    (void)state;
+    static const int dims[] = {32, 64, 80, 128, 256};
+    double worst = 0;
+    random_state = rng_seed(__func__, 37);
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+        for (int bits = 2; bits <= 4; bits++) {
+            int rows = bits == 2 ? ATTN_ROWS_MAX : 17 + random_below(ATTN_ROWS_MAX - 17);
+            run_shape(&(shape){.d = dims[i], .bits_k = bits, .bits_v = 6 - bits, .n_rows = rows, .n_pairs = bits == 3 ? 0 : dims[i] / 4,
+                               .length = rows + random_below(200), .bias = 0.3f, .overlay = 0x15, .causal = true,
+                               .window = bits == 4 ? 100 : 0}, &worst);
+        }
+    printf("worst error %.2e\n", worst);
+}
+
+/* A row is the same to the bit whichever others go with it: how a prompt is cut changes nothing. */
+static void test_rows_are_independent(void **state) {
+    (void)state;
+    const attn_decode_ops *ops[MAX_TABLES];
+    int n_ops = tables(ops);
+    random_state = rng_seed(__func__, 38);
+    for (int o = 0; o < n_ops; o++) {
+        int n = ops[o]->max_rows, d = 64;
+        decode_case c = case_make(&(shape){.d = d, .bits_k = 2, .bits_v = 3, .n_rows = n, .n_pairs = 16, .length = n + 140, .bias = 0.3f,
+                                           .overlay = ops[o]->overlay ? 9 : 0, .causal = true});
+        float *all = make((size_t)(n * d), sizeof *all), *some = make((size_t)(n * d), sizeof *some);
+        run(ops[o], &c, 0, n, all);
+        for (int k = 0; k < 8; k++) {
+            int r0 = random_below(n), r1 = r0 + 1 + random_below(n - r0);
+            run(ops[o], &c, r0, r1, some);
+            assert_memory_equal(some, all + r0 * d, sizeof(float) * (size_t)((r1 - r0) * d));
+        }
+        aligned_free(all), aligned_free(some);
+        case_free(&c);
+    }
+}
+
 /* The bias alone: its absolute error where it reaches a thousand. The weights left in the scratch say
  * what a logit was; those that underflow say nothing. */
 static void test_large_bias(void **state) {
     (void)state;
     enum { D = 64, PAIRS = 16, ROWS = 9 };
     random_state = rng_seed(__func__, 34);
-    const attn_decode_ops *ops[4];
+    const attn_decode_ops *ops[MAX_TABLES];
     int n_ops = tables(ops);
     shape s = {.d = D, .bits_k = 2, .bits_v = 2, .n_rows = ROWS, .n_pairs = PAIRS, .length = TILE, .bias = 40.0f};
     decode_case c = case_make(&s);
@@ -315,6 +399,9 @@ int main(void) {
         cmocka_unit_test(test_lengths),
         cmocka_unit_test(test_shapes),
         cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_overlay),
+        cmocka_unit_test(test_many_rows),
+        cmocka_unit_test(test_rows_are_independent),
         cmocka_unit_test(test_large_bias),
 #if defined(__x86_64__)
         cmocka_unit_test(test_tiles_are_restored),

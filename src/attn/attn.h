@@ -75,18 +75,31 @@ typedef struct attn_decode {
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
     _Alignas(64) int8_t p_bytes[ATTN_DECODE_ROWS][2][64]; /* high, low */
-    /* AMX: the thread's tile configuration before begin; the constant rows as BF16 in tiles. */
+    /* AMX: the thread's tile configuration before begin, and which one is there now. */
     _Alignas(64) uint8_t caller_tiles[64];
+    int32_t tiles;
+    /* AMX: the constant rows as BF16 in tiles. */
     _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
+    /* AMX: queries as sums of two BF16 numbers, and the sum of those over a group. */
+    _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + 16) * OSCAR_MAX_HEAD_DIM]; /* [n_rows][head_dim, to 32] */
+    float halves_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];
+    /* AMX: the page in hand as BF16: keys [head_dim / 2][64][2], values [32][head_dim][2]. */
+    _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64 + 32];
 } attn_decode;
 
 typedef struct attn_decode_ops {
     const char *name;
+    int32_t max_rows;
+    /* Whether the sides of attn_decode can go through; NULL: all can. */
+    bool (*fits)(const attn_decode *decode);
     /* Takes the rotated queries over from rows->q; call it after they were written. */
     void (*begin)(attn_decode *decode);
     /* One page, as attn_ops.tile: keys and values point to the page sides. */
     void (*page)(attn_decode *decode, const uint8_t *keys, const uint8_t *values, uint64_t valid,
                  const uint64_t *masks);
+    /* A page of BF16 rows, keys [head_dim][64], values [64][head_dim]; NULL: it goes through tiles. */
+    void (*overlay)(attn_decode *decode, const uint16_t *keys, const uint16_t *values, uint64_t valid,
+                    const uint64_t *masks);
     /* After the last page; NULL: nothing to do. */
     void (*end)(attn_decode *decode);
 } attn_decode_ops;
@@ -94,8 +107,12 @@ typedef struct attn_decode_ops {
 extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
+/* Any number of rows, by products of BF16 numbers with queries and weights of two each: 16 to 17 bits.
+ * A row does not depend on the others, to the bit. */
+extern const attn_decode_ops attn_prefill_int2_amx;       /* in x86-64 builds */
 /* The one of isa_current(); NULL where tiles are all there is. */
 const attn_decode_ops *attn_decode_current(void);
+const attn_decode_ops *attn_prefill_current(void);
 
 extern const attn_ops attn_ops_ref;
 extern const attn_ops attn_ops_avx2;   /* in x86-64 builds */

@@ -4,26 +4,12 @@
  * A page's layout is a tile's: sixteen quads of channels by sixteen tokens (values: quads of tokens
  * by channels) are the B operand of TDPBSUD once the codes lie one a byte, and the high and low bytes
  * of eight queries (weights) the rows of A. One instruction does the work of 128 dot products of
- * AVX-512 VNNI. Tiles 0-3: A, chunk of 64 channels times two and half of the rows; 4, 5: B; 6, 7: C.
- *
- * Other code in the thread may keep a tile configuration of its own (ggml does), so begin saves it
- * and end brings it back.
+ * AVX-512 VNNI. Tiles 0, 1: A, each half of the rows; 4, 5: A for a second chunk of 64 channels; 2, 3: B; 6, 7: C.
+ * BF16 rows go through the tiles of attn_prefill_int2_amx.c.
  */
 #include "attn/attn_vec_avx512.h"
 
-#define DOT_ROWS 8
-#define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#include "attn/attn_decode_page_x86.h"
-
-/* What LDTILECFG reads. */
-typedef struct tile_config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t column_bytes[16];
-    uint8_t rows[16];
-} tile_config;
-
-/* The intrinsics that read memory do not say so: what was stored must be in memory before them. */
-#define TILE_READS_MEMORY() __asm__ volatile("" ::: "memory")
+#include "attn/attn_amx.h"
 
 /* Products of the 32 byte rows of 16 rows with the 16 columns of a B tile. */
 typedef struct tile_products {
@@ -34,105 +20,14 @@ typedef struct tile_products {
  * chunk, the dot products do it. */
 static bool fits(const attn_decode *d) { return d->k_side->n_groups == 1 || d->k_side->group % 64 == 0; }
 
-/* --- bias ----------------------------------------------------------------------------------- *
- * Query and table as the sum of two BF16 numbers each, which keeps 16 to 17 bits: at |b| = 1,000 the
- * error stays below 0.01.
- */
-
-static int n_pairs(const attn_decode *d) { return (d->rows->q_dim - d->rows->head_dim) / 2; }
-static bool bias_in_tiles(const attn_decode *d) { return n_pairs(d) <= 16 * ATTN_BIAS_CHUNKS; }
-
-/* x = high + low + little: BF16 bits in the upper halves of the lanes. */
-INLINE void split_bf16(vf x, vi *high, vi *low) {
-    const vi half = vi_set1(0x8000);
-    *high = vi_and(vi_add(_mm512_castps_si512(x), half), vi_set1((int)0xffff0000u));
-    *low = vi_add(_mm512_castps_si512(vf_sub(x, _mm512_castsi512_ps(*high))), half);
-}
-
-/* The constant rows 2 p, 2 p + 1 side by side for every token, as a B operand has them. */
-static void make_bias_tiles(attn_decode *d) {
-    for (int p = 0; p < (n_pairs(d) + 15) / 16 * 16; p++)
-        for (int t = 0; t < 4; t++) {
-            vi high[2] = {vi_zero(), vi_zero()}, low[2] = {vi_zero(), vi_zero()};
-            for (int k = 0; k < 2 && p < n_pairs(d); k++)
-                split_bf16(vf_load(d->bias_table + (2 * p + k) * TILE + 16 * t), &high[k], &low[k]);
-            uint16_t(*tile)[16][32] = d->bias_tiles[p / 16][t];
-            _mm512_store_si512(tile[0][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]));
-            _mm512_store_si512(tile[1][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1]));
-        }
-}
-
-/* The turned queries as rows of an A operand: [n_rows][high, low][32] for pairs from 16 chunk on. */
-static void bias_queries(const attn_decode *d, int chunk, uint16_t (*out)[2][32]) {
-    const attn_rows *rows = d->rows;
-    const int n = 2 * n_pairs(d) - 32 * chunk;
-    const __mmask16 first = n >= 16 ? 0xffff : (__mmask16)((1 << n) - 1);
-    const __mmask16 second = n >= 32 ? 0xffff : n > 16 ? (__mmask16)((1 << (n - 16)) - 1) : 0;
-    __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                   19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    for (int r = 0; r < rows->n_rows; r++) {
-        const float *q = rows->q + (int64_t)r * rows->q_dim + rows->head_dim + 32 * chunk;
-        vi high[2], low[2];
-        split_bf16(_mm512_maskz_loadu_ps(first, q), &high[0], &low[0]);
-        split_bf16(_mm512_maskz_loadu_ps(second, q + 16), &high[1], &low[1]);
-        _mm512_store_si512(out[r][0], _mm512_permutex2var_epi16(high[0], odd, high[1]));
-        _mm512_store_si512(out[r][1], _mm512_permutex2var_epi16(low[0], odd, low[1]));
-    }
-}
-
-static void tile_bias(attn_decode *d) {
-    const int n = d->rows->n_rows, chunks = (n_pairs(d) + 15) / 16;
-    _Alignas(64) uint16_t queries[ATTN_BIAS_CHUNKS][ATTN_DECODE_ROWS][2][32];
-    _Alignas(64) float products[2 * ATTN_DECODE_ROWS][16];
-    for (int c = 0; c < chunks; c++) bias_queries(d, c, queries[c]);
-    TILE_READS_MEMORY();
-    for (int t = 0; t < 4; t++) {
-        _tile_zero(6);
-        _tile_zero(7);
-        for (int c = 0; c < chunks; c++) {
-            _tile_loadd(0, queries[c][0], 64);
-            _tile_loadd(4, d->bias_tiles[c][t][0], 64);
-            _tile_loadd(5, d->bias_tiles[c][t][1], 64);
-            _tile_dpbf16ps(6, 0, 4);
-            _tile_dpbf16ps(6, 0, 5);
-            if (n <= 8) continue;
-            _tile_loadd(1, queries[c][8], 64);
-            _tile_dpbf16ps(7, 1, 4);
-            _tile_dpbf16ps(7, 1, 5);
-        }
-        _tile_stored(6, products[0], 64);
-        if (n > 8) _tile_stored(7, products[16], 64);
-        for (int r = 0; r < n; r++) {
-            float *out = d->rows->logits + r * TILE + 16 * t;
-            vf bias = vf_add(vf_load(products[2 * r]), vf_load(products[2 * r + 1]));
-            vf_store(out, vf_add(vf_load(out), bias));
-        }
-    }
-}
-
 /* --- a piece of pages ------------------------------------------------------------------------- */
 
 static void tile_begin(attn_decode *d) {
+    attn_prefill_int2_amx.begin(d);
     begin(d);
-    if (!fits(d)) return;
-    if (bias_in_tiles(d)) make_bias_tiles(d);
-    const int n = 2 * d->rows->n_rows, dim = d->rows->head_dim;
+    const int dim = d->rows->head_dim;
     for (int r = 0; r < d->rows->n_rows; r++)
         for (int half = 0; half < 2 && dim % 64; half++) memset(d->q_bytes[r][half] + dim, 0, (size_t)(64 - dim % 64));
-    tile_config config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        int rows = t == 4 || t == 5 ? 16 : t % 2 ? n - 16 : n < 16 ? n : 16;
-        config.rows[t] = (uint8_t)(rows > 0 ? rows : 1);
-        config.column_bytes[t] = 64;
-    }
-    _tile_storeconfig(d->caller_tiles);
-    TILE_READS_MEMORY();
-    _tile_loadconfig(&config);
-}
-
-static void tile_end(attn_decode *d) {
-    TILE_READS_MEMORY();
-    if (fits(d)) _tile_loadconfig(d->caller_tiles);
 }
 
 /* n_units units of 16 to rows of 64 bytes: quad f of unit u in row unit_rows u + quad_rows f. */
@@ -162,21 +57,21 @@ static void spread(int bits, const code_plane *plane, int unit, int n_units, boo
         }
 }
 
-/* Tiles 0 and 1 (and 2, 3 for a second chunk) times codes [n_chunks][16][64]. */
+/* Tiles 0 and 1 (and 4, 5 for a second chunk) times codes [n_chunks][16][64]. */
 INLINE void multiply(int n_rows, int n_chunks, const uint8_t *codes, tile_products *out) {
     TILE_READS_MEMORY();
     _tile_zero(6);
-    _tile_loadd(4, codes, 64);
-    _tile_dpbsud(6, 0, 4);
+    _tile_loadd(2, codes, 64);
+    _tile_dpbsud(6, 0, 2);
     if (n_chunks == 2) {
-        _tile_loadd(5, codes + 1024, 64);
-        _tile_dpbsud(6, 2, 5);
+        _tile_loadd(3, codes + 1024, 64);
+        _tile_dpbsud(6, 4, 3);
     }
     _tile_stored(6, out->at[0], 64);
     if (n_rows <= 8) return;
     _tile_zero(7);
-    _tile_dpbsud(7, 1, 4);
-    if (n_chunks == 2) _tile_dpbsud(7, 3, 5);
+    _tile_dpbsud(7, 1, 2);
+    if (n_chunks == 2) _tile_dpbsud(7, 5, 3);
     _tile_stored(7, out->at[16], 64);
 }
 
@@ -198,9 +93,9 @@ static void tile_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
         }
         TILE_READS_MEMORY();
         _tile_loadd(0, q, OSCAR_MAX_HEAD_DIM);
-        if (n_chunks == 2) _tile_loadd(2, q + 64, OSCAR_MAX_HEAD_DIM);
+        if (n_chunks == 2) _tile_loadd(4, q + 64, OSCAR_MAX_HEAD_DIM);
         if (n > 8) _tile_loadd(1, q + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
-        if (n > 8 && n_chunks == 2) _tile_loadd(3, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
+        if (n > 8 && n_chunks == 2) _tile_loadd(5, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
         for (int t = 0; t < 4; t++) multiply(n, n_chunks, codes[t][0], &products[t]);
         for (int t = 0; t < 4; t++) {
             vf step, offset;
@@ -242,10 +137,20 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
 }
 
 static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
-    if (fits(d))
-        decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);
-    else
+    const int n = 2 * d->rows->n_rows;
+    if (!fits(d)) {
         attn_decode_int2_avx512vnni.page(d, keys, values, valid, masks);
+        return;
+    }
+    use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 16 ? n - 16 : 1);
+    decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);
 }
 
-const attn_decode_ops attn_decode_int2_amx = {.name = "amx", .begin = tile_begin, .page = tile_page, .end = tile_end};
+static void tile_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
+    attn_prefill_int2_amx.overlay(d, keys, values, valid, masks);
+}
+
+static void tile_end(attn_decode *d) { attn_prefill_int2_amx.end(d); }
+
+const attn_decode_ops attn_decode_int2_amx = {
+    .name = "amx", .max_rows = ATTN_DECODE_ROWS, .begin = tile_begin, .page = tile_page, .overlay = tile_overlay, .end = tile_end};

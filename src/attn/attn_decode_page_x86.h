@@ -125,7 +125,7 @@ INLINE int32_t split_bytes(int n, const float *x, float inverse, int8_t *high, i
 /* What a magnitude is multiplied by to fill the bytes. Tiny ones could overflow it: they are 0. */
 static inline float bytes_inverse(float top) { return top > 1e-30f ? BYTES_MAX / top : 0.0f; }
 
-static void begin(attn_decode *d) {
+static inline void begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const page_side *side = d->k_side;
     assert(rows->n_rows <= ATTN_DECODE_ROWS);

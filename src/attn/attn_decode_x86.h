@@ -182,6 +182,6 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     decode_page(d, keys, values, valid, masks, dot_keys, bias_products, dot_values);
 }
 
-const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .begin = begin, .page = page};
+const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .max_rows = ATTN_DECODE_ROWS, .begin = begin, .page = page};
 
 #endif

@@ -113,11 +113,16 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     attn_ops_current()->tile(rows, keys, values, masks);
 }
 
-/* The kernels that work on the codes; NULL: pages go through floats. They round queries and weights to
- * 16 bits, so the last few tokens of a long run do not take them: how a prompt is cut changes nothing. */
-static const attn_decode_ops *decode_ops(const oscar_cache *cache, const step_block *block, const attn_rows *rows) {
-    bool floats = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi || !block->short_run;
-    return floats || rows->n_rows > ATTN_DECODE_ROWS ? NULL : attn_decode_current();
+/* The kernels that work on the codes; NULL: pages go through floats. Those for decode round queries and
+ * weights to 16 bits, so the last few tokens of a long run do not take them: how a prompt is cut changes
+ * nothing. */
+static const attn_decode_ops *choose_ops(const oscar_cache *cache, const step_block *block, const attn_rows *rows,
+                                         const attn_decode *decode) {
+    if (cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi) return NULL;
+    const attn_decode_ops *ops = block->short_run ? attn_decode_current() : NULL;
+    if (ops && rows->n_rows <= ops->max_rows) return ops;
+    ops = attn_prefill_current();
+    return ops && ops->fits(decode) ? ops : NULL;
 }
 
 /* Once for the pages of a piece: what does not change from page to page. */
@@ -126,16 +131,15 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
     const cache_layer *layer = &cache->layers[cache->step.layer];
     size_t table = 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS;
     const float *bias = layer->bias_table + (size_t)head * table;
-    if (layer->n_tracked) {
-        memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
-        gather_pairs(cache, block, head, rows, scratch->pairs);
-    }
-    if (!decode_ops(cache, block, rows)) return;
+    if (layer->n_tracked) gather_pairs(cache, block, head, rows, scratch->pairs);
     scratch->decode->rows = rows;
     scratch->decode->k_side = &layer->k_side;
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
-    decode_ops(cache, block, rows)->begin(scratch->decode);
+    scratch->decode_ops = choose_ops(cache, block, rows, scratch->decode);
+    if (scratch->decode_ops) scratch->decode_ops->begin(scratch->decode);
+    if (layer->n_tracked && !(scratch->decode_ops && scratch->decode_ops->overlay)) /* some page is a tile */
+        memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
 }
 
 /* Asks for the next page: pages lie anywhere in memory, so the
@@ -155,8 +159,8 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
         return;
     }
     uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
-    if (decode_ops(cache, block, rows)) {
-        decode_ops(cache, block, rows)->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
+    if (scratch->decode_ops) {
+        scratch->decode_ops->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
         return;
     }
     const attn_ops *ops = attn_ops_current();
@@ -170,6 +174,11 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[cache->step.layer];
     const attn_ops *ops = attn_ops_current();
     uint8_t *page = pool_page(&cache->overlay, cache->seqs[block->seq].overlay[b]);
+    if (scratch->decode_ops && scratch->decode_ops->overlay) {
+        scratch->decode_ops->overlay(scratch->decode, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head),
+                                     valid, masks);
+        return;
+    }
     ops->widen_keys(rows->head_dim, layer_overlay_keys(layer, page, head), valid, scratch->keys);
     ops->widen_values(rows->head_dim, layer_overlay_values(layer, page, head), valid, scratch->values);
     ops->tile(rows, scratch->keys, scratch->values, masks);
@@ -181,7 +190,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
     begin_pages(cache, block, head, rows, scratch);
-    bool prefetch = decode_ops(cache, block, rows) != NULL;
+    bool prefetch = scratch->decode_ops != NULL;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
         for (int32_t i = 0; i < block->count; i++) {
@@ -200,7 +209,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
-    if (prefetch && decode_ops(cache, block, rows)->end) decode_ops(cache, block, rows)->end(scratch->decode);
+    if (scratch->decode_ops && scratch->decode_ops->end) scratch->decode_ops->end(scratch->decode);
 }
 
 /* Divides by the softmax sum, turns the values back and writes the rows out. */

@@ -144,6 +144,7 @@ typedef struct thread_scratch {
     float *pairs;     /* [ATTN_ROWS_MAX, 2, n_tracked] tracked pairs of the queries, not turned */
     float *cosines, *sines; /* [n_tracked] of a page's start */
     attn_decode *decode;
+    const attn_decode_ops *decode_ops; /* of the piece in hand; NULL: its pages go through floats */
     float *rows;      /* [CODEC_LANES, d] */
     float *rotated;   /* [CODEC_LANES, d] */
 } thread_scratch;

@@ -1,0 +1,126 @@
+/*
+ * attn_amx.h - what the AMX kernels share: the tile configurations, and the bias in tiles. Included
+ * after attn_vec_avx512.h.
+ */
+#ifndef OSCAR_ATTN_AMX_H
+#define OSCAR_ATTN_AMX_H
+
+#define DOT_ROWS 8
+#define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#include "attn/attn_decode_page_x86.h"
+
+/* What LDTILECFG reads. */
+typedef struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t column_bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+/* The intrinsics that read memory do not say so: what was stored must be in memory before them. */
+#define TILE_READS_MEMORY() __asm__ volatile("" ::: "memory")
+
+/* The products of bytes and those of BF16 numbers cut the tiles differently. Other code in the thread
+ * may keep a configuration of its own too (ggml does), so begin saves it and end brings it back. */
+enum { TILES_NONE, TILES_BYTES, TILES_BF16 };
+
+/* Tiles of 64 bytes a row: 16 rows in 2 and 3, which are B always; `even` or `odd` rows in the others. */
+INLINE void use_tiles(attn_decode *d, int which, int even, int odd) {
+    if (d->tiles == which) return;
+    tile_config config = {.palette = 1};
+    for (int t = 0; t < 8; t++) {
+        config.rows[t] = (uint8_t)(t == 2 || t == 3 ? 16 : t % 2 ? odd : even);
+        config.column_bytes[t] = 64;
+    }
+    TILE_READS_MEMORY();
+    _tile_loadconfig(&config);
+    d->tiles = which;
+}
+
+INLINE void keep_tiles(attn_decode *d) {
+    _tile_storeconfig(d->caller_tiles);
+    TILE_READS_MEMORY();
+    d->tiles = TILES_NONE;
+}
+
+INLINE void restore_tiles(attn_decode *d) {
+    TILE_READS_MEMORY();
+    if (d->tiles != TILES_NONE) _tile_loadconfig(d->caller_tiles);
+}
+
+/* --- bias ----------------------------------------------------------------------------------- *
+ * Query and table as the sum of two BF16 numbers each, which keeps 16 to 17 bits: at |b| = 1,000 the
+ * error stays below 0.01.
+ */
+
+static int n_pairs(const attn_decode *d) { return (d->rows->q_dim - d->rows->head_dim) / 2; }
+static bool bias_in_tiles(const attn_decode *d) { return n_pairs(d) <= 16 * ATTN_BIAS_CHUNKS; }
+
+/* x = high + low + little: BF16 bits in the upper halves of the lanes. */
+INLINE void split_bf16(vf x, vi *high, vi *low) {
+    const vi half = vi_set1(0x8000);
+    *high = vi_and(vi_add(_mm512_castps_si512(x), half), vi_set1((int)0xffff0000u));
+    *low = vi_add(_mm512_castps_si512(vf_sub(x, _mm512_castsi512_ps(*high))), half);
+}
+
+/* The constant rows 2 p, 2 p + 1 side by side for every token, as a B operand has them. */
+static inline void make_bias_tiles(attn_decode *d) {
+    for (int p = 0; p < (n_pairs(d) + 15) / 16 * 16; p++)
+        for (int t = 0; t < 4; t++) {
+            vi high[2] = {vi_zero(), vi_zero()}, low[2] = {vi_zero(), vi_zero()};
+            for (int k = 0; k < 2 && p < n_pairs(d); k++)
+                split_bf16(vf_load(d->bias_table + (2 * p + k) * TILE + 16 * t), &high[k], &low[k]);
+            uint16_t(*tile)[16][32] = d->bias_tiles[p / 16][t];
+            _mm512_store_si512(tile[0][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]));
+            _mm512_store_si512(tile[1][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1]));
+        }
+}
+
+/* The turned queries as rows of an A operand: [n_rows][high, low][32] for pairs from 16 chunk on. */
+static void bias_queries(const attn_decode *d, int chunk, uint16_t (*out)[2][32]) {
+    const attn_rows *rows = d->rows;
+    const int n = 2 * n_pairs(d) - 32 * chunk;
+    const __mmask16 first = n >= 16 ? 0xffff : (__mmask16)((1 << n) - 1);
+    const __mmask16 second = n >= 32 ? 0xffff : n > 16 ? (__mmask16)((1 << (n - 16)) - 1) : 0;
+    __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
+                                   19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    for (int r = 0; r < rows->n_rows; r++) {
+        const float *q = rows->q + (int64_t)r * rows->q_dim + rows->head_dim + 32 * chunk;
+        vi high[2], low[2];
+        split_bf16(_mm512_maskz_loadu_ps(first, q), &high[0], &low[0]);
+        split_bf16(_mm512_maskz_loadu_ps(second, q + 16), &high[1], &low[1]);
+        _mm512_store_si512(out[r][0], _mm512_permutex2var_epi16(high[0], odd, high[1]));
+        _mm512_store_si512(out[r][1], _mm512_permutex2var_epi16(low[0], odd, low[1]));
+    }
+}
+
+static void tile_bias(attn_decode *d) {
+    const int n = d->rows->n_rows, chunks = (n_pairs(d) + 15) / 16;
+    _Alignas(64) uint16_t queries[ATTN_BIAS_CHUNKS][ATTN_DECODE_ROWS][2][32];
+    _Alignas(64) float products[2 * ATTN_DECODE_ROWS][16];
+    for (int c = 0; c < chunks; c++) bias_queries(d, c, queries[c]);
+    TILE_READS_MEMORY();
+    for (int t = 0; t < 4; t++) {
+        _tile_zero(6);
+        _tile_zero(7);
+        for (int c = 0; c < chunks; c++) {
+            _tile_loadd(0, queries[c][0], 64);
+            _tile_loadd(2, d->bias_tiles[c][t][0], 64);
+            _tile_loadd(3, d->bias_tiles[c][t][1], 64);
+            _tile_dpbf16ps(6, 0, 2);
+            _tile_dpbf16ps(6, 0, 3);
+            if (n <= 8) continue;
+            _tile_loadd(1, queries[c][8], 64);
+            _tile_dpbf16ps(7, 1, 2);
+            _tile_dpbf16ps(7, 1, 3);
+        }
+        _tile_stored(6, products[0], 64);
+        if (n > 8) _tile_stored(7, products[16], 64);
+        for (int r = 0; r < n; r++) {
+            float *out = d->rows->logits + r * TILE + 16 * t;
+            vf bias = vf_add(vf_load(products[2 * r]), vf_load(products[2 * r + 1]));
+            vf_store(out, vf_add(vf_load(out), bias));
+        }
+    }
+}
+
+#endif
