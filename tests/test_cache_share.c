@@ -1,4 +1,7 @@
 /* test_cache_share.c - pages held once, pages that stay, prefixes found again, room that runs out. */
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include "cache_chain.h"
 
 /* A prompt of n tokens; prompts of one seed begin alike up to `common`. */
@@ -23,6 +26,7 @@ static void assert_goes_on(world *w, int32_t seq, const chain *c) {
     oscar_cache_options o = world_options(w, 1, c->n / 64 + 2);
     o.kv_type = w->cache->options.kv_type;
     if (o.kv_type == OSCAR_KV_F32) o.rotations = NULL;
+    o.sink = w->cache->options.sink, o.recent = w->cache->options.recent;
     world_open(&fresh, &o);
     *cold = *more;
     cold->known = cold->low = 0;
@@ -437,6 +441,130 @@ static void test_memory(void **state) {
     world_close(&w);
 }
 
+static uint8_t *save_seq(const world *w, int32_t seq, size_t *bytes) {
+    *bytes = oscar_seq_save_bytes(w->cache, seq);
+    uint8_t *out = malloc(*bytes);
+    assert_int_equal(oscar_seq_save(w->cache, seq, out, *bytes, NULL), OSCAR_OK);
+    return out;
+}
+
+/* Restored pages are shared with those that are there, and found by their tokens; cached pages make room
+ * for a restore. */
+static void test_restore(void **state) {
+    (void)state;
+    for (int kv = 0; kv < 2; kv++) {
+        world w;
+        world_init(&w, 1);
+        oscar_cache_options o = world_options(&w, 4, 12);
+        o.kv_type = kv;
+        if (kv == OSCAR_KV_F32) o.rotations = NULL;
+        o.sink = 64;
+        world_open(&w, &o);
+        chain *a = prompt(&w, 80, 300, 0, 300), *b = prompt(&w, 81, 200, 0, 200);
+        size_t bytes;
+        int64_t n;
+        assert_true(chain_feed(&w, 0, a, 300, true)); /* five pages, four of them full */
+        uint8_t *saved = save_seq(&w, 0, &bytes);
+        assert_int_equal(oscar_seq_restore(w.cache, 1, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_int_equal(stats_of(w.cache).pages_live, 6);
+        assert_int_equal(stats_of(w.cache).pages_shared, 4);
+        assert_goes_on(&w, 0, a);
+        assert_goes_on(&w, 1, a);
+        /* Under another salt it is somebody else's. */
+        assert_int_equal(oscar_seq_clear(w.cache, 1, NULL), OSCAR_OK);
+        assert_int_equal(oscar_seq_set_salt(w.cache, 1, 9, NULL), OSCAR_OK);
+        assert_int_equal(oscar_seq_restore(w.cache, 1, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_int_equal(stats_of(w.cache).pages_shared, 0);
+        check_inside(w.cache);
+        /* A new cache, as after a restart: found by tokens. */
+        for (int s = 0; s < 2; s++) oscar_seq_clear(w.cache, s, NULL);
+        world again = w;
+        world_open(&again, &o);
+        assert_int_equal(oscar_seq_restore(again.cache, 3, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_int_equal(oscar_seq_clear(again.cache, 3, NULL), OSCAR_OK);
+        /* The saved BF16 rows are the last ones, which are in no full page, and the sink's. */
+        assert_int_equal(oscar_seq_attach_prefix(again.cache, 0, a->tokens, 300, 0, &n, NULL), OSCAR_OK);
+        assert_int_equal(n, kv == OSCAR_KV_F32 ? 256 : 64);
+        assert_int_equal(oscar_seq_attach_prefix(again.cache, 0, a->tokens, 300, o.recent, &n, NULL), OSCAR_OK);
+        assert_int_equal(n, 256);
+        chain *c = malloc(sizeof *c);
+        *c = *a;
+        c->n = c->known = c->low = 256;
+        c->pure = kv == OSCAR_KV_F32 ? INT32_MAX : 256;
+        chain_check(again.cache, 0, c);
+        check_inside(again.cache);
+        oscar_cache_free(again.cache);
+        /* Room: of cached pages, of the sequence's own, and none. */
+        for (int i = 0; i < 3; i++) { /* fills the pool with cached pages */
+            chain *d = prompt(&w, 90 + (uint64_t)i, 256, 0, 256);
+            assert_true(chain_feed(&w, 0, d, 256, true));
+            oscar_seq_clear(w.cache, 0, NULL);
+            free(d);
+        }
+        assert_int_equal(stats_of(w.cache).pages_free, 0);
+        assert_int_equal(oscar_seq_restore(w.cache, 2, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_true(chain_feed(&w, 0, b, 200, false));
+        assert_int_equal(oscar_seq_reserve(w.cache, 3, 3 * 64, NULL), OSCAR_OK); /* 5 + 4 + 3 pages live */
+        assert_int_equal(oscar_seq_restore(w.cache, 2, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_int_equal(oscar_seq_restore(w.cache, 0, saved, bytes, NULL, NULL), OSCAR_ERROR_NO_SPACE);
+        chain_check(w.cache, 0, b);
+        assert_goes_on(&w, 2, a);
+        check_inside(w.cache);
+        free(saved), free(a), free(b), free(c);
+        world_close(&w);
+    }
+}
+
+/* Version 1 had no ids: 16 bytes less in the header, nothing before the check. */
+static void test_version_1(void **state) {
+    (void)state;
+    world w;
+    world_init(&w, 1);
+    oscar_cache_options o = world_options(&w, 2, 12);
+    world_open(&w, &o);
+    chain *a = prompt(&w, 82, 300, 0, 300);
+    assert_true(chain_feed(&w, 0, a, 300, false));
+    size_t bytes, used;
+    uint8_t *saved = save_seq(&w, 0, &bytes);
+    const uint32_t versions[] = {1, 3};
+    memmove(saved + 64, saved + 80, bytes - 80);
+    bytes -= 16;
+    for (int i = 0; i < 2; i++) {
+        uint64_t whole = bytes, check;
+        memcpy(saved + 4, &versions[i], 4);
+        memcpy(saved + 8, &whole, 8);
+        check = XXH3_64bits(saved, bytes - 8);
+        memcpy(saved + bytes - 8, &check, 8);
+        oscar_error error;
+        oscar_status status = oscar_seq_restore(w.cache, 1, saved, bytes, &used, &error);
+        assert_int_equal(status, i ? OSCAR_ERROR_UNSUPPORTED : OSCAR_OK);
+        if (i == 0) assert_int_equal(used, bytes);
+        chain_check(w.cache, 1, a);
+    }
+    assert_goes_on(&w, 1, a);
+    free(saved), free(a);
+    world_close(&w);
+}
+
+/* The KIVI baseline writes its pages again when a group is full: none of them is shared. */
+static void test_kivi(void **state) {
+    (void)state;
+    world w;
+    world_init(&w, 1);
+    oscar_cache_options o = world_options(&w, 2, 20);
+    assert_int_equal(cache_create_kivi(&w.cache, &o, 128, NULL), OSCAR_OK);
+    chain *c = prompt(&w, 70, 300, 0, 300);
+    int64_t n;
+    for (int s = 0; s < 2; s++) assert_true(chain_feed(&w, s, c, 300, true));
+    assert_int_equal(oscar_seq_clear(w.cache, 0, NULL), OSCAR_OK);
+    assert_int_equal(stats_of(w.cache).pages_cached, 0);
+    assert_int_equal(stats_of(w.cache).page_hits + stats_of(w.cache).page_misses, 0);
+    assert_int_equal(oscar_seq_attach_prefix(w.cache, 0, c->tokens, 300, 1000, &n, NULL), OSCAR_OK);
+    assert_int_equal(n, 0);
+    free(c);
+    world_close(&w);
+}
+
 static void test_arguments(void **state) {
     (void)state;
     world w;
@@ -462,7 +590,8 @@ int main(void) {
         cmocka_unit_test(test_prefix_again),    cmocka_unit_test(test_window_rows),
         cmocka_unit_test(test_eviction),        cmocka_unit_test(test_exhaustion),
         cmocka_unit_test(test_many_requests),   cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_arguments),
+        cmocka_unit_test(test_restore),         cmocka_unit_test(test_version_1),
+        cmocka_unit_test(test_kivi),            cmocka_unit_test(test_arguments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -254,6 +254,28 @@ static float *partial_at(const oscar_cache *cache, const step_block *block, int3
     return cache->step.partial + (size_t)(block->partial + split * heads + head) * cache->partial_floats;
 }
 
+/* Adds partial results in the order of their pages. */
+static void merge_rows(attn_rows *rows, const float *partial) {
+    int32_t n = rows->n_rows, d = rows->head_dim;
+    for (int32_t r = 0; r < n; r++) {
+        float theirs = partial[r];
+        if (theirs == -INFINITY) continue;
+        float max = rows->row_max[r] > theirs ? rows->row_max[r] : theirs;
+        float a = rows->row_max[r] == -INFINITY ? 0.0f : expf(rows->row_max[r] - max), b = expf(theirs - max);
+        const float *from = partial + 2 * n + (size_t)r * (size_t)d;
+        float *to = rows->acc + (size_t)r * (size_t)d;
+        for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
+        rows->row_sum[r] = rows->row_sum[r] * a + partial[n + r] * b;
+        rows->row_max[r] = max;
+    }
+}
+
+static void merge_partials(const oscar_cache *cache, const step_block *block, int32_t head, thread_scratch *scratch) {
+    attn_rows rows = make_rows(cache, block, scratch);
+    for (int32_t k = 0; k < block->n_splits; k++) merge_rows(&rows, partial_at(cache, block, k, head));
+    write_rows(cache, block, head, &rows, scratch);
+}
+
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
@@ -275,33 +297,7 @@ void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
         memcpy(partial, rows.row_max, sizeof(float) * n);
         memcpy(partial + n, rows.row_sum, sizeof(float) * n);
         memcpy(partial + 2 * n, rows.acc, sizeof(float) * n * (size_t)rows.head_dim);
-    }
-}
-
-/* Adds partial results in the order of their pages. */
-static void merge_rows(attn_rows *rows, const float *partial) {
-    int32_t n = rows->n_rows, d = rows->head_dim;
-    for (int32_t r = 0; r < n; r++) {
-        float theirs = partial[r];
-        if (theirs == -INFINITY) continue;
-        float max = rows->row_max[r] > theirs ? rows->row_max[r] : theirs;
-        float a = rows->row_max[r] == -INFINITY ? 0.0f : expf(rows->row_max[r] - max), b = expf(theirs - max);
-        const float *from = partial + 2 * n + (size_t)r * (size_t)d;
-        float *to = rows->acc + (size_t)r * (size_t)d;
-        for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
-        rows->row_sum[r] = rows->row_sum[r] * a + partial[n + r] * b;
-        rows->row_max[r] = max;
-    }
-}
-
-void step_merge_phase(oscar_cache *cache, thread_scratch *scratch) {
-    step_state *s = &cache->step;
-    int32_t heads = cache->layers[s->layer].shape.n_kv_heads, pieces = s->n_blocks * heads;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[3], 1)) < pieces;) {
-        const step_block *block = &s->blocks[w / heads];
-        if (block->n_splits == 1) continue;
-        attn_rows rows = make_rows(cache, block, scratch);
-        for (int32_t k = 0; k < block->n_splits; k++) merge_rows(&rows, partial_at(cache, block, k, w % heads));
-        write_rows(cache, block, w % heads, &rows, scratch);
+        if (atomic_fetch_add(&s->arrived[block->partial + head], 1) + 1 == block->n_splits)
+            merge_partials(cache, block, head, scratch);
     }
 }

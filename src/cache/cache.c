@@ -305,6 +305,7 @@ static void arrange_step(oscar_cache *cache, arena *a) {
         s->rows[side] = arena_take(a, chunk * rows, sizeof(uint16_t));
     }
     s->partial = arena_take(a, (size_t)cache->max_partials * cache->partial_floats, sizeof(float));
+    s->arrived = arena_take(a, (size_t)cache->max_partials, sizeof(atomic_int));
     cache->seq_scratch = arena_take(a, seqs, sizeof(int32_t));
     cache->seq_next = arena_take(a, seqs, sizeof(int32_t));
     cache->seqs = arena_take(a, seqs, sizeof(cache_seq));

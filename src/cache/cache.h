@@ -167,7 +167,8 @@ typedef struct step_state {
     uint16_t *params[2];   /* [n_tokens, n_kv_heads, n_groups, 2] */
     uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, rotated residuals */
     float *partial;        /* [n_partials][group rows][head_dim + 2] */
-    atomic_int next[4];    /* work counters of the phases */
+    atomic_int *arrived;   /* [n_partials] at a block's first partial and head: pieces that are done */
+    atomic_int next[3];    /* work counters of the phases */
     atomic_int bad_token;  /* first token with NaN or infinity, or n_tokens */
     spin_barrier barrier;
 } step_state;
@@ -234,11 +235,10 @@ int32_t seq_own_pages(const oscar_cache *cache, const cache_seq *seq);
 int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *seq);
 
 /* The parts of a step, see step.c. */
-void step_append_phase(oscar_cache *cache, thread_scratch *scratch);
+void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
 void step_store_phase(oscar_cache *cache);
 void step_kivi_phase(oscar_cache *cache);
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
-void step_merge_phase(oscar_cache *cache, thread_scratch *scratch);
 /* The scratch of a thread for a layer. */
 thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
 

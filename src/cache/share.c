@@ -145,12 +145,13 @@ static void add_page(oscar_cache *cache, int32_t page, const page_key *key) {
 static void share_overlay(oscar_cache *cache, cache_seq *seq, int32_t b) {
     page_note *note = &cache->index.notes[seq->history[b]];
     int32_t *own = &seq->overlay[b];
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
     if (!cache->has_overlay || *own == NO_PAGE || *own == note->overlay) return;
     if (note->overlay != NO_PAGE) {
         pool_ref(&cache->overlay, note->overlay);
         pool_unref(&cache->overlay, *own);
         *own = note->overlay;
-    } else if (seq->recent_low <= (int64_t)b * OSCAR_PAGE_TOKENS) {
+    } else if (seq->recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink) { /* all 64 rows are there */
         note->overlay = *own;
         cache->index.overlay_owner[*own] = seq->history[b];
         pool_keep(&cache->overlay, *own);

@@ -3,15 +3,18 @@
  *
  * The plan is made by one thread. Phases run on all threads, pieces are taken from a counter, and a
  * barrier lies between phases: 1 quantise 16 tokens of one head and side; 2 store a page's run of
- * rows (one owner a page side: value rows share bytes); 3 attend; 4 merge split pages. No result
- * depends on which thread took a piece.
+ * rows (one owner a page side: value rows share bytes); 3 attend, where whoever finishes the last
+ * piece of split pages merges them in order. A step of at most 16 tokens stores where it quantises:
+ * a decoded token meets one barrier. No result depends on which thread took a piece.
  */
 #include "cache/cache.h"
 
 #include <math.h>
 
-/* Pages that one piece of a split decode reads. */
+/* Pages that one piece of a split decode reads; two pieces from SPLIT_LEAST pages on, or few KV heads
+ * would leave threads idle. */
 #define SPLIT_PAGES 16
+#define SPLIT_LEAST 3
 /* Query tokens of a sequence up to which its pages are split. */
 #define SPLIT_TOKENS 8
 
@@ -131,9 +134,13 @@ static void add_block(oscar_cache *cache, step_block block, bool split, int32_t 
     int32_t pages = block.page_end - block.page_begin;
     block.short_run = split;
     block.n_splits = split ? (pages + SPLIT_PAGES - 1) / SPLIT_PAGES : 1;
+    if (split && block.n_splits == 1 && pages >= SPLIT_LEAST) block.n_splits = 2;
     if (block.n_splits > 1 && *n_partials + block.n_splits * heads > cache->max_partials) block.n_splits = 1;
     block.partial = *n_partials;
-    if (block.n_splits > 1) *n_partials += block.n_splits * heads;
+    if (block.n_splits > 1) {
+        for (int32_t h = 0; h < heads; h++) atomic_store_explicit(&s->arrived[block.partial + h], 0, memory_order_relaxed);
+        *n_partials += block.n_splits * heads;
+    }
     s->blocks[s->n_blocks++] = block;
 }
 
@@ -183,7 +190,7 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
     if (!status) status = plan_segments(cache, error);
     if (status) return status;
     plan_blocks(cache);
-    for (int i = 0; i < 4; i++) atomic_store(&s->next[i], 0);
+    for (int i = 0; i < 3; i++) atomic_store(&s->next[i], 0);
     atomic_store(&s->bad_token, step->n_tokens);
     spin_barrier_init(&s->barrier);
     s->active = true;
@@ -193,17 +200,21 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
 void oscar_step_run(oscar_cache *cache, int32_t ith, int32_t n_threads) {
     step_state *s = &cache->step;
     thread_scratch scratch = step_scratch(cache, ith % CACHE_MAX_THREADS);
-    if (ith < CACHE_MAX_THREADS) step_append_phase(cache, &scratch);
-    spin_barrier_wait(&s->barrier, n_threads);
-    if (ith < CACHE_MAX_THREADS) step_store_phase(cache);
-    spin_barrier_wait(&s->barrier, n_threads);
+    bool works = ith < CACHE_MAX_THREADS, quantised = cache->options.kv_type != OSCAR_KV_F32;
+    bool at_once = quantised && !cache->baseline_kivi && s->in.n_tokens <= CODEC_LANES;
+    if (quantised || cache->baseline_kivi) {
+        if (works) step_append_phase(cache, &scratch, at_once);
+        spin_barrier_wait(&s->barrier, n_threads);
+    }
+    if (!at_once) {
+        if (works) step_store_phase(cache);
+        spin_barrier_wait(&s->barrier, n_threads);
+    }
     if (cache->baseline_kivi) {
         if (ith == 0) step_kivi_phase(cache);
         spin_barrier_wait(&s->barrier, n_threads);
     }
-    if (ith < CACHE_MAX_THREADS) step_attend_phase(cache, &scratch);
-    spin_barrier_wait(&s->barrier, n_threads);
-    if (ith < CACHE_MAX_THREADS) step_merge_phase(cache, &scratch);
+    if (works) step_attend_phase(cache, &scratch);
 }
 
 oscar_status oscar_step_finish(oscar_cache *cache, oscar_error *error) {
@@ -301,17 +312,6 @@ static void append_rows(oscar_cache *cache, thread_scratch *scratch, int side, i
     }
 }
 
-void step_append_phase(oscar_cache *cache, thread_scratch *scratch) {
-    step_state *s = &cache->step;
-    if (cache->options.kv_type == OSCAR_KV_F32 && !cache->baseline_kivi) return;
-    int32_t heads = cache->layers[s->layer].shape.n_kv_heads, n = s->in.n_tokens;
-    int32_t blocks = (n + CODEC_LANES - 1) / CODEC_LANES, pieces = blocks * heads * 2;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[0], 1)) < pieces;) {
-        int32_t first = w / (heads * 2) * CODEC_LANES;
-        append_rows(cache, scratch, w % 2, w / 2 % heads, first, n - first < CODEC_LANES ? n - first : CODEC_LANES);
-    }
-}
-
 /* ----------------------------------------------------------------------------------------- store */
 
 /* A float row into a page of floats: keys as columns, values as rows. */
@@ -371,19 +371,33 @@ static void put_overlay(const oscar_cache *cache, const step_segment *segment, i
     }
 }
 
+/* The rows of a segment, one head and side. */
+static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side) {
+    bool exact = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+    for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
+        if (exact)
+            put_exact(cache, segment, head, side, i);
+        else
+            put_quantised(cache, segment, head, side, i);
+        if (cache->has_overlay) put_overlay(cache, segment, head, side, i);
+    }
+}
+
 void step_store_phase(oscar_cache *cache) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads, pieces = s->n_segments * heads * 2;
-    bool exact = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[1], 1)) < pieces;) {
-        const step_segment *segment = &s->segments[w / (heads * 2)];
-        int32_t head = w / 2 % heads, side = w % 2;
-        for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
-            if (exact)
-                put_exact(cache, segment, head, side, i);
-            else
-                put_quantised(cache, segment, head, side, i);
-            if (cache->has_overlay) put_overlay(cache, segment, head, side, i);
-        }
+    for (int32_t w; (w = atomic_fetch_add(&s->next[1], 1)) < pieces;)
+        store_rows(cache, &s->segments[w / (heads * 2)], w / 2 % heads, w % 2);
+}
+
+/* Keys first: they take longest. */
+void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store) {
+    step_state *s = &cache->step;
+    int32_t heads = cache->layers[s->layer].shape.n_kv_heads, n = s->in.n_tokens;
+    int32_t blocks = (n + CODEC_LANES - 1) / CODEC_LANES, pieces = blocks * heads;
+    for (int32_t w; (w = atomic_fetch_add(&s->next[0], 1)) < 2 * pieces;) {
+        int32_t side = w / pieces, head = w % heads, first = w % pieces / heads * CODEC_LANES;
+        append_rows(cache, scratch, side, head, first, n - first < CODEC_LANES ? n - first : CODEC_LANES);
+        for (int32_t i = 0; store && i < s->n_segments; i++) store_rows(cache, &s->segments[i], head, side);
     }
 }
