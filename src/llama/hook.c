@@ -137,14 +137,15 @@ static void run_node(struct ggml_tensor *node, int ith, int n_threads, void *use
     oscar_llama *layer = hook->owner;
     if (ith == 0) {
         hook->go = begin_node(hook, node);
+        atomic_store(&hook->left, 0);
         /* The graph goes on after a failure; it must not compute with what the buffer held before. */
         if (!hook->go) memset(node->data, 0, ggml_nbytes(node));
     }
     spin_barrier_wait(&layer->barrier, n_threads);
     if (!hook->go) return;
     oscar_step_run(layer->cache, ith, n_threads);
-    spin_barrier_wait(&layer->barrier, n_threads);
-    if (ith == 0) end_node(hook);
+    /* The last one to come here ends the node: nobody waits, ggml has a barrier after it. */
+    if (atomic_fetch_add(&hook->left, 1) + 1 == n_threads) end_node(hook);
 }
 
 static void turn_node(oscar_llama *layer, struct ggml_tensor *node) {

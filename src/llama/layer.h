@@ -35,7 +35,8 @@ typedef struct hook_layer {
     float scale, softcap; /* of the attention node, read before it was turned */
     int32_t op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t)]; /* of our custom node */
     oscar_step step;
-    bool go; /* set by thread 0 between two barriers: the step is prepared */
+    bool go; /* set by thread 0 before a barrier: the step is prepared */
+    atomic_int left; /* threads that have run their part of it */
 } hook_layer;
 
 /* The tokens of one llama_decode(). */
@@ -85,7 +86,7 @@ struct oscar_llama {
     oscar_cache *cache;
     call_state call;
     spin_barrier barrier; /* of the threads in a custom node */
-    bool failed;          /* a node of this call failed; written by thread 0 between barriers */
+    bool failed;          /* a node of this call failed; written by one thread at a time */
     bool told_rollback;
     oscar_error error;
     oscar_llama_observer observer;
