@@ -168,6 +168,27 @@ def case_many():
         ended(server)
 
 
+def case_shared():
+    """Eight slots with the same beginning hold its full pages once."""
+    n, n_same = 8, 640
+    with serve("-np", str(n), "-c", str(n * 1024), "--cache-ram", "0", "--slot-save-path", WORK + "/") as server:
+        same = texts(server, 1, n_same, SEED + 4)[0]
+        prompts = [same + own for own in texts(server, n, 30)]
+        alone = [server.answer(p, 12, cache_prompt=False) for p in prompts]
+        erase_all(server)
+        found = together([lambda i=i: server.answer(prompts[i], 12, cache_prompt=False, id_slot=i) for i in range(n)])
+        for i in range(n):
+            same_answers(alone[i], found[i], f"request {i} on shared pages")
+        stats = server.stats()
+        live, shared, unequal = stats['oscar_pages{state="live"}'], stats["oscar_pages_shared"], stats["oscar_pages_unequal_total"]
+        print(f"{n} x {n_same} equal tokens: {live} pages live, {shared} shared, {unequal} computed with other bits")
+        # Where products are rounded by the batch they are in, equal tokens have rows of their own.
+        if unequal == 0:
+            check(live == n_same // 64 + n and shared == n_same // 64, f"{live} pages live and {shared} shared, expected {n_same // 64 + n} and {n_same // 64}")
+        pages_add_up(stats)
+        ended(server)
+
+
 def drafted(arguments, what, repeats):
     """Greedy answers with drafts that are checked and rolled back, alone and four at a time."""
     with serve("-np", "4", "-c", "8192", "--cache-ram", "0", *arguments) as server:

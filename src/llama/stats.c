@@ -231,7 +231,7 @@ oscar_status stats_begin(oscar_llama *layer, oscar_error *error) {
         while (*end) end = &(*end)->next;
         *end = e;
         copy_numbers(layer, e);
-        write_file();
+        dirty = !write_file();
         layer->stats = e;
     }
     pthread_mutex_unlock(&lock);
@@ -255,7 +255,7 @@ void stats_end(oscar_llama *layer) {
     pthread_mutex_lock(&lock);
     copy_numbers(layer, e);
     e->open = false;
-    write_file();
+    dirty = !write_file();
     pthread_mutex_unlock(&lock);
     layer->stats = NULL;
 }
