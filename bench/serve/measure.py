@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""What a server does with our cache and with llama.cpp's own, in short pieces.
+
+    measure.py prepare  OSCAR MODEL --cache ours --slots 16 --context 4096 --folder F --text book.txt
+    measure.py decode   OSCAR MODEL --cache ours --slots 16 --context 4096 --folder F
+    measure.py mixed    OSCAR MODEL --cache ours --slots 16 --context 4096 --text book.txt
+    measure.py room     OSCAR MODEL --slots 16 --memory 1073741824
+    measure.py table    RESULTS.jsonl
+
+prepare computes --distinct prompts and saves them, untimed, so that decode can begin with full contexts:
+all slots write --predict tokens at the same time. Slots with the same prompt share our pages, so ours is
+measured with as many as slots; llama.cpp's own copies them and one is enough. mixed sends a prompt of nearly the whole context for each slot
+at once and lets them be answered. room asks how many tokens fit. Caches: ours (2 bits), f16, q4_0
+(llama.cpp's own, flash attention on). Each prints a line of JSON, and adds it to --out; table takes
+medians over the lines of such a file.
+"""
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+from serve_client import Failure, Server, check, make_texts, together
+
+OWN = {"f16": [], "q4_0": ["-ctk", "q4_0", "-ctv", "q4_0"]}
+
+
+def start(args, folder, *more):
+    common = ["-np", str(args.slots), "-c", str(args.slots * args.context), "-t", str(args.threads), "--cache-ram", "0",
+              "--slot-save-path", folder + "/", *more]
+    log = os.path.join(folder, f"log-{args.cache}")
+    if args.cache == "ours":
+        stats = os.path.join(folder, "stats")
+        rotations = ["--rotations", args.rotations] if args.rotations else []
+        return Server([args.oscar, "serve", args.model, *rotations, "--stats", stats, *common], log, stats=stats)
+    program = os.path.join(args.llama_bin, "llama-server")
+    return Server([program, "-m", args.model, "-fit", "off", "-fa", "on", *OWN[args.cache], *common], log)
+
+
+def prompts_of(args, server):
+    n = args.context - args.predict - 8
+    return [server.tokenize(text)[:n] for text in make_texts(args.text, args.distinct, args.context * 6, args.seed)]
+
+
+def slot_file(args, slot):
+    return f"{args.cache}-{args.slots}x{args.context}-{slot}"
+
+
+def cache_bytes(args, server):
+    """Bytes that hold what the sequences hold: ours as allocated, llama.cpp's as it reserves them."""
+    if args.cache == "ours":
+        stats = server.stats()
+        return stats['oscar_live_bytes{part="pages"}'] + stats['oscar_live_bytes{part="overlay"}']
+    found = server.said(r"size =\s*([0-9.]+) MiB \(")
+    return int(float(found[1]) * (1 << 20)) if found else None
+
+
+def prepare(args):
+    with start(args, args.folder) as server:
+        prompts = prompts_of(args, server)
+        for slot, prompt in enumerate(prompts):
+            server.complete(prompt, 1, id_slot=slot)
+            status, reply = server.slot(slot, "save", slot_file(args, slot))
+            check(status == 200, f"save: {status} {reply}")
+        with open(os.path.join(args.folder, slot_file(args, "prompts")), "w", encoding="utf-8") as out:
+            json.dump(prompts, out)
+        return {"tokens": sum(map(len, prompts)), "cache_bytes": cache_bytes(args, server),
+                "saved_bytes": sum(os.path.getsize(os.path.join(args.folder, slot_file(args, slot))) for slot in range(len(prompts)))}
+
+
+def timed_stream(server, prompt, n_predict, slot):
+    """Seconds of the first and the last token, and how many there were."""
+    begin, times, known = time.monotonic(), [], 0
+    for event in server.stream(prompt, n_predict, id_slot=slot, ignore_eos=True, cache_prompt=True):
+        times.append(time.monotonic())
+        if "timings" in event:
+            known = event["timings"]["cache_n"]
+    return {"begin": begin, "first": times[0], "last": times[-1], "tokens": n_predict, "known": known}
+
+
+def decode(args):
+    with open(os.path.join(args.folder, slot_file(args, "prompts")), encoding="utf-8") as file:
+        saved = json.load(file)
+    prompts = [saved[slot % len(saved)] for slot in range(args.slots)]
+    with start(args, args.folder) as server:
+        for slot in range(args.slots):
+            status, reply = server.slot(slot, "restore", slot_file(args, slot % len(saved)))
+            check(status == 200, f"restore: {status} {reply}")
+        rows = together([lambda s=s: timed_stream(server, prompts[s], args.predict, s) for s in range(args.slots)])
+        check(all(row["known"] >= len(prompts[0]) - 1 for row in rows), "a prompt was computed again")
+        seconds = max(row["last"] for row in rows) - max(row["first"] for row in rows)
+        tokens = sum(row["tokens"] for row in rows) - args.slots
+        return {"tokens_per_second": tokens / seconds, "cache_bytes": cache_bytes(args, server), "peak_rss": server.memory()[1]}
+
+
+def mixed(args):
+    with tempfile.TemporaryDirectory() as folder, start(args, folder) as server:
+        prompts = prompts_of(args, server)
+        check(len(prompts) == args.slots, "mixed wants a prompt for each slot")
+        rows = together([lambda s=s: timed_stream(server, prompts[s], args.predict, s) for s in range(args.slots)])
+        seconds = max(row["last"] for row in rows) - min(row["begin"] for row in rows)
+        waits = sorted(row["first"] - row["begin"] for row in rows)
+        return {"tokens_per_second": (sum(map(len, prompts)) + args.slots * args.predict) / seconds, "seconds": seconds,
+                "first_token_median_s": statistics.median(waits), "first_token_earliest_s": waits[0], "first_token_latest_s": waits[-1],
+                "cache_bytes": cache_bytes(args, server), "peak_rss": server.memory()[1]}
+
+
+def room(args):
+    """Tokens in --memory bytes: ours with windows and scratch, llama.cpp's by its bits."""
+    args.cache = "ours"
+    with tempfile.TemporaryDirectory() as folder:
+        args.context = 1 << 20
+        with start(args, folder, "--kv-memory", str(args.memory)) as server:
+            found = server.said(r"^oscar: .* (\d+) pages for (\d+) tokens in [0-9.]+ MiB \(f16: ([0-9.]+) MiB\)")
+            tokens, exact = int(found[2]), float(found[3]) * (1 << 20)
+            a_slot = server.get("/slots")[1][0]["n_ctx"]
+    a_token = exact / tokens
+    return {"memory": args.memory, "ours": tokens, "ours_a_slot": a_slot, "f16": int(args.memory / a_token),
+            "q4_0": int(args.memory / (a_token * 4.5 / 16))}
+
+
+def table(path):
+    """Medians of equal pieces."""
+    groups = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            key = (row["piece"], row["model"], row["slots"], row["context"], row["cache"])
+            groups.setdefault(key, []).append(row["result"])
+    for key, results in sorted(groups.items()):
+        medians = {name: round(statistics.median(r[name] for r in results), 3) for name, value in results[0].items() if isinstance(value, (int, float))}
+        print(*key, f"n={len(results)}", json.dumps(medians))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("piece", choices=("prepare", "decode", "mixed", "room", "table"))
+    parser.add_argument("oscar", help="the program; for table the file")
+    parser.add_argument("model", nargs="?", help="path of a GGUF file")
+    parser.add_argument("--cache", choices=("ours", "f16", "q4_0"), default="ours")
+    parser.add_argument("--rotations")
+    parser.add_argument("--llama-bin", help="folder of llama-server", default=os.environ.get("OSCAR_LLAMA_BIN", ""))
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--context", type=int, default=4096, help="tokens a slot")
+    parser.add_argument("--distinct", type=int, help="different prompts (default: as many as slots)")
+    parser.add_argument("--predict", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--memory", type=int, default=1 << 30)
+    parser.add_argument("--text", help="file that prompts are taken from")
+    parser.add_argument("--folder", help="where prepare leaves what decode takes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", help="file that the result is added to")
+    args = parser.parse_args()
+    if args.piece == "table":
+        table(args.oscar)
+        return 0
+    args.distinct = args.distinct or args.slots
+    try:
+        result = {"prepare": prepare, "decode": decode, "mixed": mixed, "room": room}[args.piece](args)
+    except (Failure, OSError) as failure:
+        print(f"measure: {failure}", file=sys.stderr)
+        return 1
+    row = {"piece": args.piece, "model": os.path.basename(args.model), "slots": args.slots, "context": args.context,
+           "cache": args.cache, "threads": args.threads, "predict": args.predict, "result": result}
+    print(json.dumps(row))
+    if args.out:
+        with open(args.out, "a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
