@@ -2,7 +2,7 @@
  * bench_decode.cu - times decode attention inside a CUDA graph, over rotated buffers.
  *
  *   oscar_bench_cuda [key=value ...]   d, b (sequences), t (tokens), g (query heads a KV head),
- *                                      tracked, tokens (query tokens), h (KV heads)
+ *                                      tracked, tokens (query tokens), h (KV heads), bits_k, bits_v
  * Without arguments: the table of docs/PERFORMANCE-cuda.md. The pure read is a kernel that loads
  * the same tiles and does nothing with them.
  */
@@ -72,13 +72,28 @@ __global__ void __launch_bounds__(512) read_tiles(const uint8_t *pages, const in
     if (x == 0x12345678) out[threadIdx.x] = x;
 }
 
+/* The reader of tiles of a size, which is a multiple of 512 bytes. */
+typedef void (*Reader)(const uint8_t *, const int *, int, int, uint32_t *);
+static Reader reader_of(size_t tile) {
+    const struct {
+        size_t chunks;
+        Reader kernel;
+    } readers[] = {{5, read_tiles<5>},   {7, read_tiles<7>},   {9, read_tiles<9>},   {11, read_tiles<11>},
+                   {13, read_tiles<13>}, {15, read_tiles<15>}, {17, read_tiles<17>}, {18, read_tiles<18>},
+                   {22, read_tiles<22>}, {26, read_tiles<26>}, {30, read_tiles<30>}, {34, read_tiles<34>}};
+    for (const auto &r : readers)
+        if (r.chunks * 512 == tile) return r.kernel;
+    fprintf(stderr, "no reader of tiles of %zu bytes\n", tile);
+    exit(1);
+}
+
 struct Options {
-    int d = 128, h = 8, g = 4, b = 1, t = 100000, tracked = 0, tokens = 1;
+    int d = 128, h = 8, g = 4, b = 1, t = 100000, tracked = 0, tokens = 1, bits_k = 2, bits_v = 2;
 };
 
 struct Pool {
     uint8_t *pages = NULL;
-    size_t bytes = 0;
+    size_t bytes = 0, tile = 0;
     int d = 0;
 };
 static Pool pool;
@@ -148,6 +163,8 @@ static oscar_cuda_layer *make_layer(const Options &o) {
     l.n_kv_heads = o.h;
     l.n_q_heads = o.h * o.g;
     l.head_dim = o.d;
+    l.bits_k = o.bits_k;
+    l.bits_v = o.bits_v;
     l.sink = SINK;
     l.recent = RECENT;
     l.ring = RING;
@@ -167,14 +184,15 @@ static oscar_cuda_layer *make_layer(const Options &o) {
 }
 
 static void bench(const Options &o) {
-    const size_t tile = oscar_cuda_tile_bytes(o.d, 2, 2), page_bytes = tile * o.h;
+    const size_t tile = oscar_cuda_tile_bytes(o.d, o.bits_k, o.bits_v), page_bytes = tile * o.h;
     if (!pool.pages) {
         pool.bytes = (size_t)24 << 30;
         pool.pages = device_array<uint8_t>(pool.bytes);
     }
-    if (pool.d != o.d) {
+    if (pool.d != o.d || pool.tile != tile) {
         fill_tiles<<<2048, 256>>>((uint32_t *)pool.pages, pool.bytes / tile * tile / 4, (int)(tile / 4), o.d, 7);
         pool.d = o.d;
+        pool.tile = tile;
     }
     const size_t n_pages = pool.bytes / page_bytes;
     const int pages_a_seq = (o.t + 63) / 64;
@@ -204,8 +222,7 @@ static void bench(const Options &o) {
     check(cudaMemset(workspace, 0, workspace_bytes), "workspace");
     const int repeats = o.b > 1 ? 7 : 11;
     const float read = time_graph(n_sets, repeats, [&](int i, cudaStream_t stream) {
-        auto kernel = o.d == 64 ? read_tiles<5> : o.d == 128 ? read_tiles<9> : read_tiles<18>;
-        kernel<<<264, 512, 0, stream>>>(pool.pages, table + (size_t)i * pages_a_set, (int)pages_a_set * o.h, o.h,
+        reader_of(tile)<<<264, 512, 0, stream>>>(pool.pages, table + (size_t)i * pages_a_set, (int)pages_a_set * o.h, o.h,
                                         (uint32_t *)out);
     });
     float time[2];
@@ -232,6 +249,7 @@ static void bench(const Options &o) {
             }
         });
     const double bytes = (double)pages_a_set * page_bytes + (double)o.b * o.h * 320 * o.d * 4;
+    if (o.bits_k > 2 || o.bits_v > 2) printf("bits %d/%d  ", o.bits_k, o.bits_v);
     printf("d %3d  B %2d  T %7d  GQA %2d  tracked %3d  q %d | %8.1f us (turned back %8.1f) %5.0f GB/s | read %8.1f us "
            "%5.0f GB/s | %5.1f %% of read | %.2f ps a token-head\n",
            o.d, o.b, o.t, o.g, o.tracked, o.tokens, time[0], time[1], bytes / time[0] / 1e3, read,
@@ -247,13 +265,13 @@ static void set_option(Options &o, const char *argument) {
     const struct {
         const char *name;
         int *value;
-    } names[] = {{"d", &o.d}, {"h", &o.h}, {"g", &o.g}, {"b", &o.b}, {"t", &o.t}, {"tracked", &o.tracked}, {"tokens", &o.tokens}};
+    } names[] = {{"d", &o.d}, {"h", &o.h}, {"g", &o.g}, {"b", &o.b}, {"t", &o.t}, {"tracked", &o.tracked}, {"tokens", &o.tokens}, {"bits_k", &o.bits_k}, {"bits_v", &o.bits_v}};
     for (const auto &n : names)
         if (equals && strlen(n.name) == (size_t)(equals - argument) && !strncmp(n.name, argument, equals - argument)) {
             *n.value = atoi(equals + 1);
             return;
         }
-    fprintf(stderr, "unknown option %s; expected d=, h=, g=, b=, t=, tracked= or tokens=\n", argument);
+    fprintf(stderr, "unknown option %s; expected d=, h=, g=, b=, t=, tracked=, tokens=, bits_k= or bits_v=\n", argument);
     exit(2);
 }
 

@@ -6,7 +6,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$1
 arch=${2:-90a}
 mkdir -p "$out"
-flags="-std=c++17 -O3 -gencode=arch=compute_$arch,code=sm_$arch -I$root/include -I$root/src -I$out"
+flags="-std=c++17 -O3 -split-compile=0 -gencode=arch=compute_$arch,code=sm_$arch -I$root/include -I$root/src -I$out"
 pids=
 for f in "$root"/src/cuda/*.cu "$root"/tests/cuda/*.cu "$root"/bench/cuda/*.cu; do
     extra=

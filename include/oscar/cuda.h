@@ -60,7 +60,7 @@ typedef struct oscar_cuda_layer_options {
     int32_t recent;    /* last tokens kept in BF16, at least 1 */
     int32_t ring;      /* overlay rows for recent tokens: a multiple of 64, at least recent + the
                           tokens appended at once */
-    int32_t bits_k, bits_v; /* 2; 3 and 4 have a layout but no kernels yet: UNSUPPORTED */
+    int32_t bits_k, bits_v; /* 2, 3 or 4 */
     int32_t recipe;         /* oscar_recipe, for append */
     int32_t ldlq_k, gain_k, gain_v; /* 0 or 1, for append */
     float clip_k, clip_v;           /* OSCAR_RECIPE_ZOO */

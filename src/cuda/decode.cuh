@@ -52,36 +52,105 @@ DEVICE void scale_query(const DecodeParams &p, RawQuery<C> &raw, float &scale) {
         w[k] = pack_half2(q_value<C>(p, w[k], 0) * scale, q_value<C>(p, w[k], 1) * scale);
 }
 
-/* Rotates the segment's queries into shared memory and gathers what the bias needs. The first
- * tiles are asked for (fill) when all of that has been loaded: small loads wait long behind them. */
-template <class C, int MODE, class F>
-DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, int warp,
-                            int lane, F fill) {
+/* 16 bytes of a constant to shared memory, asynchronously. */
+DEVICE void fetch_constant(void *to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+/* Starts the copies of what the key bias of a head is made of; cp.async.wait_all ends them. */
+template <class C, int MODE>
+DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
+    const int steps = p.bias_steps, tid = thread_index();
+    const uint4 *table = p.bias_table + static_cast<size_t>(head) * steps * 256;
+    for (int i = tid; i < steps * 256; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+    if (tid < steps * 4) {
+        fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
+        if (MODE == MODE_BIAS_16)
+            fetch_constant(s.bias_stride + tid, p.bias_strides + (C::WARPS * p.n_kv_heads + head) * steps * 4 + tid);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* conj(q) nu of item i: two pairs of the column of a lane, without the row's scale. */
+template <class C> DEVICE float4 bias_item(const DecodeParams &p, const Target &to, int i) {
+    const int steps = p.bias_steps, step = i / (C::TILES * 32), j = i / 32 % C::TILES;
+    const int row = column_row<C>(j, (i & 31) >> 2), pair = (to.head * steps + step) * 8 + 2 * (i & 3);
+    const uint16_t *q = query_row<C>(p, to, row);
+    if (!q) return make_float4(0, 0, 0, 0);
+    const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + pair));
+    const float4 nu = __ldg(p.bias_nu + (to.head * steps + step) * 4 + (i & 3));
+    const float a0 = q_value<C>(p, q[dims.x], 0), a1 = q_value<C>(p, q[dims.y], 0);
+    const float b0 = q_value<C>(p, q[dims.z], 0), b1 = q_value<C>(p, q[dims.w], 0);
+    return make_float4(a0 * nu.x + a1 * nu.y, a1 * nu.x - a0 * nu.y, b0 * nu.z + b1 * nu.w, b1 * nu.z - b0 * nu.w);
+}
+template <class C> DEVICE void put_bias_item(const SegmentData<C> &s, int i, const float4 &x) {
+    const float up = s.query_scale[column_row<C>(i / 32 % C::TILES, (i & 31) >> 2)];
+    s.bias_query[i] = make_float4(x.x * up, x.y * up, x.z * up, x.w * up);
+}
+
+/* q . mean, one row a warp, from the last warp on: those have no rotation to do. Loaded first, added up when
+ * there is time. */
+template <class C> struct QueryMean {
+    uint32_t q[C::D / 32];
+    int mean[C::D / 32];
+
+    DEVICE void load(const DecodeParams &p, const Target &to, int row, int lane) {
+        const uint16_t *from = row < C::ROWS ? query_row<C>(p, to, row) : nullptr;
+        const bool any = from && p.k_mean;
+#pragma unroll
+        for (int i = 0; i < C::D / 32; i++) {
+            q[i] = any ? load_u16(from + 32 * i + lane) : 0u;
+            mean[i] = any ? load_int(reinterpret_cast<const int *>(p.k_mean) + to.head * C::D + 32 * i + lane) : 0;
+        }
+    }
+    DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int row, int lane) const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < C::D / 32; i++) sum = fmaf(q_value<C>(p, q[i], 0), __int_as_float(mean[i]), sum);
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
+        if (lane == 0 && row < C::ROWS) s.query_mean[row] = sum;
+    }
+};
+
+/* Rotates the segment's queries into shared memory and gathers what the bias needs. Small loads wait long
+ * behind tiles: so the first tile of each warp is asked for (first()) when they are under way, the others
+ * (rest()) when they have arrived. */
+template <class C, int MODE, class F, class R>
+DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, int warp, int lane, F first_tile,
+                            R rest) {
     constexpr int ROW_TILES = (C::ROWS + 7) / 8, CHUNK = C::STEPS < 8 ? C::STEPS : 8;
     constexpr int TURNS = (C::STEPS + C::WARPS - 1) / C::WARPS;
     const int g = lane >> 2, t = lane & 3;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
+    const bool has_bias = MODE == MODE_BIAS_16 || MODE == MODE_BIAS || (MODE == MODE_BIAS_CAP && p.bias_steps > 0);
+    if (has_bias) fetch_bias<C, MODE>(p, s, to.head);
     RawQuery<C> raw[ROW_TILES];
 #pragma unroll
     for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
-    const uint4 *u = p.k_rotation + static_cast<size_t>(to.head) * C::STEPS * C::STEPS * 64 + lane;
+    QueryMean<C> query_mean;
+    query_mean.load(p, to, C::WARPS - 1 - warp, lane);
+    float4 item = make_float4(0, 0, 0, 0);
     float scale[ROW_TILES];
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
-        const int m = warp + turn * C::WARPS;
-        if (m < C::STEPS) {
-            float c[ROW_TILES][4];
+        const int m = min(warp + turn * C::WARPS, C::STEPS - 1);
+        const bool mine = warp + turn * C::WARPS < C::STEPS;
+        const uint4 *u = p.k_rotation + (static_cast<size_t>(to.head) * C::STEPS + m) * C::STEPS * 64 + lane;
+        float c[ROW_TILES][4];
 #pragma unroll
-            for (int j = 0; j < ROW_TILES; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+        for (int j = 0; j < ROW_TILES; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+        if (mine) {
 #pragma unroll
             for (int first = 0; first < C::STEPS; first += CHUNK) {
                 uint4 high[CHUNK], low[CHUNK];
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++) {
-                    high[k] = load_kept(u + ((m * C::STEPS + first + k) * 2) * 32);
-                    low[k] = load_kept(u + ((m * C::STEPS + first + k) * 2 + 1) * 32);
+                    high[k] = load_kept(u + (first + k) * 64);
+                    low[k] = load_kept(u + (first + k) * 64 + 32);
                 }
                 if (turn == 0 && first == 0) {
+                    first_tile();
 #pragma unroll
                     for (int j = 0; j < ROW_TILES; j++) scale_query<C>(p, raw[j], scale[j]);
                 }
@@ -110,48 +179,29 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
                 if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS)
                     s.query_scale[8 * j + g] = scale[j];
             }
+        } else if (turn == 0) {
+            first_tile();
         }
     }
-    /* q . mean, one row a warp, from the last warp on: it is the one without a rotation to do. */
+    query_mean.put(p, s, C::WARPS - 1 - warp, lane);
 #pragma unroll 1
-    for (int row = C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
-        float sum = 0;
-        const uint16_t *q = query_row<C>(p, to, row);
-        if (q && p.k_mean)
-#pragma unroll
-            for (int i = 0; i < C::D / 32; i++)
-                sum = fmaf(q_value<C>(p, q[32 * i + lane], 0), __ldg(p.k_mean + to.head * C::D + 32 * i + lane),
-                           sum);
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
-        if (lane == 0) s.query_mean[row] = sum;
+    for (int row = 2 * C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
+        query_mean.load(p, to, row, lane);
+        query_mean.put(p, s, row, lane);
     }
-    if constexpr (MODE != MODE_PLAIN) {
-        const int steps = p.bias_steps;
-        const uint4 *table = p.bias_table + static_cast<size_t>(to.head) * steps * 256;
-        for (int i = thread_index(); i < steps * 256; i += C::THREADS) s.bias_table[i] = __ldg(table + i);
-        for (int i = thread_index(); i < steps * 8; i += C::THREADS)
-            s.bias_turn[i] = __ldg(p.bias_turn + to.head * steps * 8 + i);
-        for (int i = thread_index(); i < steps * 4; i += C::THREADS)
-            s.bias_nu[i] = __ldg(p.bias_nu + to.head * steps * 4 + i);
+    if (has_bias) {
+        /* From the last thread on: the last warps come here first. */
+        const int n_items = p.bias_steps * C::TILES * 32, own = C::THREADS - 1 - thread_index();
+        if (own < n_items) item = bias_item<C>(p, to, own);
+        if (thread_index() == 0) *s.bias_unit = __ldg(p.bias_units + to.head);
+        asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads(); /* the scales */
-        for (int i = thread_index(); i < steps * C::TILES * 32; i += C::THREADS) {
-            const int step = i / (C::TILES * 32), j = i / 32 % C::TILES;
-            const int row = column_row<C>(j, (i & 31) >> 2), pair = 8 * step + 2 * (i & 3);
-            const uint16_t *q = query_row<C>(p, to, row);
-            float4 x = make_float4(0, 0, 0, 0);
-            if (q) {
-                const int2 a = __ldg(p.bias_dims + to.head * steps * 8 + pair);
-                const int2 b = __ldg(p.bias_dims + to.head * steps * 8 + pair + 1);
-                const float up = s.query_scale[row];
-                x = make_float4(q_value<C>(p, q[a.x], 0) * up, q_value<C>(p, q[a.y], 0) * up,
-                                q_value<C>(p, q[b.x], 0) * up, q_value<C>(p, q[b.y], 0) * up);
-            }
-            s.bias_query[i] = x;
-        }
+        for (int i = own; i < n_items; i += C::THREADS) put_bias_item<C>(s, i, i == own ? item : bias_item<C>(p, to, i));
+    } else if (MODE == MODE_BIAS_CAP && thread_index() == 0) {
+        *s.bias_unit = 0;
     }
     __syncthreads();
-    fill();
+    rest();
 }
 
 template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &at) {
@@ -167,7 +217,7 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps, int n_ctas) {
-    int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 32 + C::TILES * C::STEPS * 64) * 4;
+    int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 36 + C::TILES * C::STEPS * 64) * 4;
     int merge = Merge<C>::BYTES;
     int finish = finish_bytes<C>(n_ctas);
     int most = segment > merge ? segment : merge;
@@ -206,10 +256,15 @@ template <class C> struct Feeder {
     }
 
 
-    /* Fills all stages at the start. */
-    DEVICE void fill(const DecodeParams &p, int lane) {
+    /* At the start: the first stage, then the others. */
+    DEVICE void fill_first(const DecodeParams &p, int lane) {
 #if HAVE_BULK_COPY
-        if (lane < C::STAGES && lane < n_items) copy(p, lane, now, true, lane);
+        if (lane == 0 && n_items > 0) copy(p, 0, now, true, lane);
+#endif
+    }
+    DEVICE void fill_rest(const DecodeParams &p, int lane) {
+#if HAVE_BULK_COPY
+        if (lane > 0 && lane < C::STAGES && lane < n_items) copy(p, lane, now, true, lane);
 #else
         for (int i = 0; i < C::STAGES; i++) copy(p, i, __shfl_sync(FULL_WARP, now, i), i < n_items, lane);
 #endif
@@ -268,13 +323,20 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first);
     int n_tiles = items_of_warp<C>(ctl, middle, to);
     int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
+    PageBias<C> page_bias;
+    int until_fresh = 0;
     /* Pages that every row sees whole. */
     const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
     const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
 #pragma unroll 1
     for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
         feeder.ring.wait();
-        attend_tile<C, MODE>(rows, area, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
+        if constexpr (MODE == MODE_BIAS_16)
+            if (until_fresh-- == 0) {
+                page_bias.start(segment_data<C>(area, p.bias_steps), page, static_cast<int>(threadIdx.x & 31));
+                until_fresh = PageBias<C>::FRESH - 1;
+            }
+        attend_tile<C, MODE>(rows, page_bias, area, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
                              page < clear_first || page >= clear_last);
         feeder.refill(p, ctl, threadIdx.x & 31);
     }
@@ -329,12 +391,13 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     feeder.later = 0;
     feeder.ring.init(lane);
     feeder.now = look_up<C>(p, share.start, share.end, share.place, items, 0, warp, lane);
-    prepare_segment<C, MODE>(p, area, target_of<C>(p, share.place), warp, lane, [&] { feeder.fill(p, lane); });
+    prepare_segment<C, MODE>(p, area, target_of<C>(p, share.place), warp, lane,
+                             [&] { feeder.fill_first(p, lane); }, [&] { feeder.fill_rest(p, lane); });
     if (feeder.n_items > 32)
         feeder.later = look_up_ahead<C>(p, ctl, 32);
     Rows<C> rows;
     while (true) {
-        start_rows<C>(rows, segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps), p.scale_log2, lane);
+        start_rows<C, MODE>(rows, segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps), p.scale_log2, lane);
         run_segment<C, MODE>(p, feeder, rows, area, ctl, stages);
         merge_segment<C>(p, rows, area, ctl);
         const int next = ctl.place.base + ctl.items.count();
@@ -347,7 +410,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
             ctl.items = items_of(p, place.length);
         }
         __syncthreads();
-        prepare_segment<C, MODE>(p, area, target_of<C>(p, ctl.place), warp, lane, [] {});
+        prepare_segment<C, MODE>(p, area, target_of<C>(p, ctl.place), warp, lane, [] {}, [] {});
     }
 }
 

@@ -7,9 +7,13 @@
 
 static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
-    bool ok = layer->head_dim == 64    ? decode_plan_d64(plan, rows, layer->bulk, capped, layer->bias_steps)
-              : layer->head_dim == 128 ? decode_plan_d128(plan, rows, layer->bulk, capped, layer->bias_steps)
-                                       : decode_plan_d256(plan, rows, layer->bulk, capped, layer->bias_steps);
+    const DecodeNeeds needs = {rows, layer->bulk, capped, layer->bits_k > 2 || layer->bits_v > 2, layer->bias_steps};
+    bool ok = false;
+    switch (layer->head_dim) {
+    case 64: ok = (needs.high ? decode_plan_high_d64 : decode_plan_d64)(plan, &needs); break;
+    case 128: ok = (needs.high ? decode_plan_high_d128 : decode_plan_d128)(plan, &needs); break;
+    case 256: ok = (needs.high ? decode_plan_high_d256 : decode_plan_d256)(plan, &needs); break;
+    }
     if (!ok || plan->shared_bytes > (size_t)layer->shared_max) return false;
     /* One CTA a multiprocessor; a whole number a segment when that leaves few idle, so that no CTA
      * has to merge twice. */
@@ -94,6 +98,8 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.v_rotation_t = a->out_rotated ? NULL : layer->v_rotation_t;
     p.bias_table = (const uint4 *)layer->bias_table;
     p.bias_nu = (const float4 *)layer->bias_nu;
+    p.bias_units = (const float *)layer->bias_units;
+    p.bias_strides = (const float4 *)layer->bias_strides;
     p.bias_turn = (const unsigned long long *)layer->bias_turn;
     p.bias_dims = (const int2 *)layer->bias_dims;
     uint8_t *w = (uint8_t *)a->workspace;
@@ -114,6 +120,8 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.ring = layer->ring;
     p.window = layer->window;
     p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
+    p.bits_k = layer->bits_k;
+    p.bits_v = layer->bits_v;
     p.bias_steps = layer->bias_steps;
     p.bias_split_steps = layer->bias_split_steps;
     p.q_is_bf16 = a->q_dtype == OSCAR_DTYPE_BF16;

@@ -2,14 +2,14 @@
  * accumulators would not fit the registers. */
 #include "decode_launch.cuh"
 
-bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps) {
-    if (bulk && bias_steps > 12) { /* the table takes the room of a quarter of the ring */
-        if (rows <= 4) return plan_kernel<Config<256, 4, 6, 2>>(plan, rows, capped, bias_steps);
-        return plan_kernel<Config<256, 8, 6, 2>>(plan, rows, capped, bias_steps);
+bool decode_plan_d256(DecodePlan *plan, const DecodeNeeds *needs) {
+    if (needs->bulk && needs->bias_steps > 12) { /* the table takes the room of a quarter of the ring */
+        if (needs->rows <= 4) return plan_kernel<Config<256, 4, 6, 2>>(plan, needs);
+        return plan_kernel<Config<256, 8, 6, 2>>(plan, needs);
     }
-    if (bulk) {
-        if (rows <= 4) return plan_kernel<Config<256, 4, 8, 2>>(plan, rows, capped, bias_steps);
-        return plan_kernel<Config<256, 8, 8, 2>>(plan, rows, capped, bias_steps);
+    if (needs->bulk) {
+        if (needs->rows <= 4) return plan_kernel<Config<256, 4, 8, 2>>(plan, needs);
+        return plan_kernel<Config<256, 8, 8, 2>>(plan, needs);
     }
-    return plan_kernel<Config<256, 8, 4, 1>>(plan, rows, capped, bias_steps);
+    return plan_kernel<Config<256, 8, 4, 1>>(plan, needs);
 }

@@ -9,23 +9,29 @@
 
 #include "decode.cuh"
 
-template <class C> DecodePlan plan_of(int rows, void (*kernel)(const DecodeParams), int bias_steps) {
+template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds *needs) {
     static_assert(Merge<C>::SLOT_FLOATS <= DECODE_MAX_SLOT_FLOATS, "workspace");
-    DecodePlan plan;
-    plan.tile_rows = C::ROWS;
-    plan.row_tiles = (rows + C::ROWS - 1) / C::ROWS;
-    plan.n_ctas = 0;
-    plan.shared_bytes = shared_bytes<C>(bias_steps, DECODE_MAX_CTAS);
-    plan.n_threads = C::THREADS;
-    plan.kernel = kernel;
-    return plan;
+    plan->tile_rows = C::ROWS;
+    plan->row_tiles = (needs->rows + C::ROWS - 1) / C::ROWS;
+    plan->n_ctas = 0;
+    plan->shared_bytes = shared_bytes<C>(needs->bias_steps, DECODE_MAX_CTAS);
+    plan->n_threads = C::THREADS;
+    plan->kernel = decode_kernel<C, MODE>;
+    return true;
 }
 
-template <class C> bool plan_kernel(DecodePlan *plan, int rows, bool capped, int bias_steps) {
-    *plan = capped ? plan_of<C>(rows, decode_kernel<C, MODE_BIAS_CAP>, bias_steps)
-            : bias_steps ? plan_of<C>(rows, decode_kernel<C, MODE_BIAS>, bias_steps)
-                         : plan_of<C>(rows, decode_kernel<C, MODE_PLAIN>, 0);
-    return true;
+template <class C> bool plan_kernel(DecodePlan *plan, const DecodeNeeds *needs) {
+    return needs->capped           ? plan_mode<C, MODE_BIAS_CAP>(plan, needs)
+           : needs->bias_steps > 2 ? plan_mode<C, MODE_BIAS>(plan, needs)
+           : needs->bias_steps     ? plan_mode<C, MODE_BIAS_16>(plan, needs)
+                                   : plan_mode<C, MODE_PLAIN>(plan, needs);
+}
+
+/* Fewer instances: layers of more than two bits are few. */
+template <class C> bool plan_kernel_high(DecodePlan *plan, const DecodeNeeds *needs) {
+    return needs->capped || needs->bias_steps > 2 ? plan_mode<C, MODE_BIAS_CAP>(plan, needs)
+           : needs->bias_steps                    ? plan_mode<C, MODE_BIAS_16>(plan, needs)
+                                                  : plan_mode<C, MODE_PLAIN>(plan, needs);
 }
 
 #endif

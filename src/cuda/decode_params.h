@@ -30,8 +30,10 @@ typedef struct DecodeParams {
     const float *k_mean;       /* [H, d] or NULL */
     const float *v_mean_rotated; /* [H, d] or NULL: mean times U_V */
     const float *v_rotation_t; /* [H, d, d] U_V^T, or NULL: no turning back */
-    const uint4 *bias_table;   /* [H, bias_steps, 2, 4, 32] fragments of (R_i - I) nu, high and low */
-    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs */
+    const uint4 *bias_table;   /* [H, bias_steps, 2, 4, 32] fragments of cos - 1 and sin, high and low */
+    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs, over the head's unit */
+    const float *bias_units;   /* [H] powers of two */
+    const float4 *bias_strides; /* [17, H, 2, 4] up to 16 pairs: turns of two pairs by 0 .. 16 pages: cos, sin */
     const unsigned long long *bias_turn; /* [H, 8 bias_steps] turns a page, 64 bits after the point */
     const int2 *bias_dims;     /* [H, 8 bias_steps] the two dims of a pair */
 
@@ -42,8 +44,8 @@ typedef struct DecodeParams {
     int table_stride;
     int n_seqs, n_q_tokens, n_kv_heads, gqa, row_tiles;
     int sink, sink8, recent, ring, window;
-    int tile_bytes;
-    int bias_steps, bias_split_steps; /* steps of 8 pairs; the first so many need all products */
+    int tile_bytes, bits_k, bits_v;
+    int bias_steps, bias_split_steps; /* steps of 8 pairs, an even number; the first so many need all products */
     uint32_t gqa_magic, row_tiles_magic; /* for divide() of device.cuh */
     int q_is_bf16;
     int out_dtype; /* oscar_dtype */
@@ -61,10 +63,22 @@ typedef struct DecodePlan {
     void (*kernel)(const DecodeParams);
 } DecodePlan;
 
-/* bulk: the device has bulk copies (compute capability 9.0 and later). capped: with a soft cap.
- * bias_steps: 8 tracked pairs each. Returns false when nothing fits. */
-bool decode_plan_d64(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
-bool decode_plan_d128(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
-bool decode_plan_d256(DecodePlan *plan, int rows, bool bulk, bool capped, int bias_steps);
+/* What a kernel must be able to do. */
+typedef struct DecodeNeeds {
+    int rows;
+    bool bulk;   /* the device has bulk copies (compute capability 9.0 and later) */
+    bool capped; /* a soft cap */
+    bool high;   /* keys or values of more than 2 bits */
+    int bias_steps; /* 8 tracked pairs each */
+} DecodeNeeds;
+
+/* Returns false when nothing fits. */
+bool decode_plan_d64(DecodePlan *plan, const DecodeNeeds *needs);
+bool decode_plan_d128(DecodePlan *plan, const DecodeNeeds *needs);
+bool decode_plan_d256(DecodePlan *plan, const DecodeNeeds *needs);
+/* The same for needs->high. */
+bool decode_plan_high_d64(DecodePlan *plan, const DecodeNeeds *needs);
+bool decode_plan_high_d128(DecodePlan *plan, const DecodeNeeds *needs);
+bool decode_plan_high_d256(DecodePlan *plan, const DecodeNeeds *needs);
 
 #endif

@@ -19,11 +19,14 @@
 #include "decode_work.cuh"
 #include "layout.h"
 
-/* What a kernel can do beyond the plain product: the key bias of tracked means; that and a soft cap. */
-enum Mode { MODE_PLAIN = 0, MODE_BIAS = 1, MODE_BIAS_CAP = 2 };
+/* What a kernel can do beyond the plain product: the key bias of at most 16 tracked pairs; of any number;
+ * that and a soft cap. */
+enum Mode { MODE_PLAIN = 0, MODE_BIAS_16 = 1, MODE_BIAS = 2, MODE_BIAS_CAP = 3 };
 
-template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
+/* HIGH: tiles may have planes of a third and fourth bit. */
+template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct Config {
     static constexpr int D = D_, ROWS = ROWS_, WARPS = WARPS_, STAGES = STAGES_;
+    static constexpr bool HIGH = HIGH_;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int W = D / 64;     /* code words */
     static constexpr int G = D > 128 ? D / 128 : 1; /* groups */
@@ -34,9 +37,9 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_> struct Config {
     static constexpr int TILES = FULL + (COLUMNS & 1); /* column tiles */
     static constexpr int UNIT = 16 * D; /* bytes of 8 bf16 rows of one side */
     static constexpr int LOW_TILE = 32 * D + 512 * G;
-    static constexpr int STAGE = LOW_TILE;
+    static constexpr int STAGE = LOW_TILE + (HIGH ? 2048 * W : 0);
     static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
-    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS > 12 ? 2 : 4; /* sub-tiles whose products interleave */
+    static constexpr int SIDE_BY_SIDE = TILES * G > 1 || WARPS > 12 || HIGH ? 2 : 4; /* sub-tiles whose products interleave */
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
 };
 
@@ -55,6 +58,7 @@ template <class C> struct Rows {
     float row_max[C::COLUMNS];       /* raw */
     float row_sum[C::COLUMNS];       /* this lane's tokens only */
     float offset_sum[C::COLUMNS][C::G]; /* sum of p m, this lane's tokens only */
+    float bias_unit;                 /* products of the key bias to raw scores */
     float acc[C::TILES][C::STEPS][4];
 };
 
@@ -64,9 +68,10 @@ template <class C> struct SegmentData {
     float *query;       /* [ROWS, QUERY_STRIDE] rotated, times the row's scale */
     float *query_scale; /* [ROWS] a power of two */
     float *query_mean;  /* [ROWS] q . mean */
+    float4 *bias_stride; /* [steps, 4] turns of a lane's two pairs by WARPS pages: cos, sin */
+    float *bias_unit;   /* [1] a power of two that nu was divided by */
     uint4 *bias_table;  /* [steps, 2, 4, 32] */
-    float4 *bias_query; /* [steps, TILES, 32] the two pairs of a lane, times the row's scale */
-    float4 *bias_nu;    /* [steps, 4] */
+    float4 *bias_query; /* [steps, TILES, 32] conj(q) nu of the two pairs of a lane, times the row's scale */
     unsigned long long *bias_turn; /* [8 steps] */
     float4 *bias_phase;            /* [WARPS, 4 steps] */
 };
@@ -79,13 +84,14 @@ template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) 
     SegmentData<C> s;
     s.bias_table = reinterpret_cast<uint4 *>(area);
     s.bias_query = reinterpret_cast<float4 *>(s.bias_table + steps * 256);
-    s.bias_nu = s.bias_query + steps * C::TILES * 32;
-    s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_nu + steps * 4);
+    s.bias_stride = s.bias_query + steps * C::TILES * 32;
+    s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_stride + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
     s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * steps * 4);
     s.query = reinterpret_cast<float *>(s.fragments + C::TILES * C::STEPS * 64);
     s.query_scale = s.query + C::ROWS * C::QUERY_STRIDE;
     s.query_mean = s.query_scale + 16;
+    s.bias_unit = s.query_mean + 16;
     return s;
 }
 
@@ -114,8 +120,9 @@ DEVICE void put_query(uint32_t *fragments, int m, int g, int row, float lower, f
 }
 
 /* Takes the query fragments and all per-row constants; clears the accumulators. */
-template <class C> DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2,
-                                          int lane) {
+template <class C, int MODE>
+DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2, int lane) {
+    if constexpr (MODE != MODE_PLAIN) r.bias_unit = *s.bias_unit * CODE_UNIT;
     const int t = lane & 3;
     const uint32_t fragments = shared_address(s.fragments) + 16 * lane;
 #pragma unroll
@@ -157,64 +164,52 @@ template <class C> DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, f
 }
 
 /* --- the key bias of the tracked mean -------------------------------------------------------------
- * b(p0 + i) = Re(conj(Q e^{-i p0 f}) nu e^{i i f}) summed over pairs. The query is turned to the page
- * (the angle from a 64-bit fixed-point product: exact at any position), the part that is constant
- * over the page is summed in fp32, the rest is a product with the table (R_i - I) nu, high and low
- * fp16 halves. Pairs are in order of falling frequency: for slow ones (the last steps) the table is
- * so small that the high halves alone are enough. */
+ * With z = conj(q) nu of a pair, b(p0 + i) = Re(z e^{i p0 f} e^{i i f}) summed over pairs. z is turned to
+ * the page (the angle from a 64-bit fixed-point product: exact at any position); its real part, constant
+ * over the page, is summed in fp32, the rest is a product with the table cos(i f) - 1, sin(i f) of high and
+ * low fp16 halves, and z as high and low halves. Pairs are in order of falling frequency: for slow ones
+ * (the last steps) the table is so small that the high halves alone are enough. */
 
-template <class C> DEVICE void bias_phases(const SegmentData<C> &s, int steps, int page, int warp,
-                                           int lane) {
-    float2 *phase = reinterpret_cast<float2 *>(s.bias_phase + warp * steps * 4);
-#pragma unroll 1
-    for (int i = lane; i < 8 * steps; i += 32) {
-        const unsigned long long turns = s.bias_turn[i] * static_cast<unsigned long long>(page);
-        const float angle = static_cast<float>(static_cast<int>(turns >> 32)) * 1.4629180792671596e-9f;
-        phase[i] = make_float2(__cosf(angle), __sinf(angle));
+DEVICE float2 bias_phase(unsigned long long turn, int pages) {
+    const unsigned long long turns = turn * static_cast<unsigned long long>(pages);
+    const float angle = static_cast<float>(static_cast<int>(turns >> 32)) * 1.4629180792671596e-9f;
+    return make_float2(__cosf(angle), __sinf(angle));
+}
+
+/* z e^{i angle}, for the imaginary part's sign in which b = Re z cos + Im z sin. */
+DEVICE void bias_turn(float &re, float &im, float c, float s) {
+    const float x = re * c + im * s;
+    im = im * c - re * s;
+    re = x;
+}
+
+/* Two pairs of this lane's column as B operands. A full tile: high and low halves; a half tile: high
+ * halves in even columns, low ones in odd, and nothing else. */
+DEVICE void bias_operands(const float (&z)[4], bool half, int lane, uint32_t (&first)[2], uint32_t (&second)[2]) {
+    const uint32_t keep = half && !(lane & 4) ? 0u : FULL_WARP;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const uint32_t high = pack_half2(z[2 * k], z[2 * k + 1]);
+        const float2 f = __half22float2(bits_half2(high & keep));
+        const uint32_t low = pack_half2(z[2 * k] - f.x, z[2 * k + 1] - f.y);
+        first[k] = half ? low : high;
+        second[k] = low;
     }
-    __syncwarp();
 }
 
-/* The two turned pairs of this lane's column as fp16 high and low halves; adds their constant part. */
-template <class C> DEVICE void turned_query(const SegmentData<C> &s, int steps, int step, int j, int warp,
-                                            int lane, uint32_t (&high)[2], uint32_t (&low)[2],
-                                            float &constant) {
-    const int t = lane & 3;
-    const float4 q = s.bias_query[(step * C::TILES + j) * 32 + lane];
-    const float4 e = s.bias_phase[(warp * steps + step) * 4 + t];
-    const float4 nu = s.bias_nu[step * 4 + t];
-    /* Q e^{-i angle} */
-    const float a0 = q.x * e.x + q.y * e.y, a1 = q.y * e.x - q.x * e.y;
-    const float b0 = q.z * e.z + q.w * e.w, b1 = q.w * e.z - q.z * e.w;
-    constant += a0 * nu.x + a1 * nu.y + b0 * nu.z + b1 * nu.w;
-    const __half2 a = __floats2half2_rn(a0, a1), b = __floats2half2_rn(b0, b1);
-    const float2 fa = __half22float2(a), fb = __half22float2(b);
-    high[0] = half2_bits(a);
-    high[1] = half2_bits(b);
-    low[0] = pack_half2(a0 - fa.x, a1 - fa.y);
-    low[1] = pack_half2(b0 - fb.x, b1 - fb.y);
-}
-
-DEVICE void bias_product(float (&c)[4], const uint4 *table, int lane, bool half, bool split,
-                         const uint32_t (&high)[2], const uint32_t (&low)[2]) {
+DEVICE void bias_product(float (&c)[4], const uint4 *table, int lane, bool half, bool split, const uint32_t (&first)[2],
+                         const uint32_t (&second)[2]) {
     const uint4 a = table[lane];
-    if (half) {
-        const bool odd = lane & 4;
-        mma_f16(c, a.x, a.y, a.z, a.w, odd ? low[0] : high[0], odd ? low[1] : high[1]);
-    } else {
-        mma_f16(c, a.x, a.y, a.z, a.w, high[0], high[1]);
-        if (split) mma_f16(c, a.x, a.y, a.z, a.w, low[0], low[1]);
-    }
-    if (split) {
-        const uint4 b = table[128 + lane];
-        const uint32_t none = half && (lane & 4) ? 0u : FULL_WARP;
-        mma_f16(c, b.x, b.y, b.z, b.w, high[0] & none, high[1] & none);
-    }
+    mma_f16(c, a.x, a.y, a.z, a.w, first[0], first[1]);
+    if (!split) return;
+    if (!half) mma_f16(c, a.x, a.y, a.z, a.w, second[0], second[1]);
+    const uint4 b = table[128 + lane];
+    mma_f16(c, b.x, b.y, b.z, b.w, first[0], first[1]);
 }
 
 /* constant: partial sums of this lane's column over its pairs -> values of its score columns, raw. */
-template <class C> DEVICE void bias_constants(float (&constant)[C::TILES], float (&out)[C::COLUMNS],
-                                              int lane) {
+template <class C>
+DEVICE void bias_constants(const Rows<C> &r, float (&constant)[C::TILES], float (&out)[C::COLUMNS], int lane) {
     const int t = lane & 3;
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
@@ -222,15 +217,74 @@ template <class C> DEVICE void bias_constants(float (&constant)[C::TILES], float
         constant[j] += __shfl_xor_sync(FULL_WARP, constant[j], 2);
 #pragma unroll
         for (int i = 2 * j; i < min(2 * j + 2, C::COLUMNS); i++)
-            out[i] = __shfl_sync(FULL_WARP, constant[j], 4 * (2 * t + (i & 1))) * CODE_UNIT;
+            out[i] = fmaf(__shfl_sync(FULL_WARP, constant[j], 4 * (2 * t + (i & 1))), r.bias_unit, r.q_const[i]);
     }
 }
 
-/* Bias of the sub-tiles [first, first + N) of a page: scores' columns in MMA order, times 2^24. */
+/* At most 16 pairs: z of the page at hand stays in registers and is turned on from page to page. That adds
+ * about 1e-7 a page to its error, so it begins anew every FRESH pages. */
+template <class C> struct PageBias {
+    static constexpr int STEPS = 2, FRESH = 16;
+    float z[STEPS][C::TILES][4];
+
+    DEVICE void start(const SegmentData<C> &s, int page, int lane) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const unsigned long long *turns = s.bias_turn + 8 * step + 2 * (lane & 3);
+            const float2 a = bias_phase(turns[0], page), b = bias_phase(turns[1], page);
+#pragma unroll
+            for (int j = 0; j < C::TILES; j++) {
+                const float4 at = s.bias_query[(step * C::TILES + j) * 32 + lane];
+                float(&to)[4] = z[step][j];
+                to[0] = at.x;
+                to[1] = at.y;
+                to[2] = at.z;
+                to[3] = at.w;
+                bias_turn(to[0], to[1], a.x, a.y);
+                bias_turn(to[2], to[3], b.x, b.y);
+            }
+        }
+    }
+
+    /* Bias of a page's sub-tiles; then on to the page that is this warp's next. */
+    DEVICE void take(const Rows<C> &r, const SegmentData<C> &s, int lane, float (&c)[4][C::TILES][4],
+                     float (&constant)[C::COLUMNS]) {
+        float partial[C::TILES];
+#pragma unroll
+        for (int j = 0; j < C::TILES; j++) {
+            partial[j] = 0;
+#pragma unroll
+            for (int n = 0; n < 4; n++) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0;
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const float4 stride = s.bias_stride[step * 4 + (lane & 3)];
+#pragma unroll
+            for (int j = 0; j < C::TILES; j++) {
+                float(&at)[4] = z[step][j];
+                uint32_t first[2], second[2];
+                bias_operands(at, j >= C::FULL, lane, first, second);
+                partial[j] += at[0] + at[2];
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    bias_product(c[n][j], s.bias_table + step * 256 + n * 32, lane, j >= C::FULL, true, first, second);
+                bias_turn(at[0], at[1], stride.x, stride.y);
+                bias_turn(at[2], at[3], stride.z, stride.w);
+            }
+        }
+        bias_constants<C>(r, partial, constant, lane);
+    }
+};
+
+/* Bias of the sub-tiles [first, first + N) of any page: scores' columns in MMA order. */
 template <class C, int N>
-DEVICE void bias_page(const SegmentData<C> &s, const DecodeParams &p, int page, int first, int warp,
+DEVICE void bias_page(const Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p, int page, int first, int warp,
                       int lane, float (&c)[N][C::TILES][4], float (&constant)[C::COLUMNS]) {
-    bias_phases<C>(s, p.bias_steps, page, warp, lane);
+    float2 *phase = reinterpret_cast<float2 *>(s.bias_phase + warp * p.bias_steps * 4);
+    __syncwarp();
+#pragma unroll 2
+    for (int i = lane; i < 8 * p.bias_steps; i += 32) phase[i] = bias_phase(s.bias_turn[i], page);
+    __syncwarp();
     float partial[C::TILES];
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
@@ -238,20 +292,29 @@ DEVICE void bias_page(const SegmentData<C> &s, const DecodeParams &p, int page, 
 #pragma unroll
         for (int n = 0; n < N; n++) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0;
     }
-#pragma unroll 1
-    for (int step = 0; step < p.bias_steps; step++) {
-        const bool split = step < p.bias_split_steps;
+    auto add = [&](int step, bool split) {
+        const float4 e = s.bias_phase[(warp * p.bias_steps + step) * 4 + (lane & 3)];
         const uint4 *table = s.bias_table + step * 256 + first * 32;
 #pragma unroll
         for (int j = 0; j < C::TILES; j++) {
+            const float4 q = s.bias_query[(step * C::TILES + j) * 32 + lane];
+            float z[4] = {q.x, q.y, q.z, q.w};
+            bias_turn(z[0], z[1], e.x, e.y);
+            bias_turn(z[2], z[3], e.z, e.w);
+            partial[j] += z[0] + z[2];
             uint32_t high[2], low[2];
-            turned_query<C>(s, p.bias_steps, step, j, warp, lane, high, low, partial[j]);
+            bias_operands(z, j >= C::FULL, lane, high, low);
 #pragma unroll
             for (int n = 0; n < N; n++)
                 bias_product(c[n][j], table + n * 32, lane, j >= C::FULL, split, high, low);
         }
-    }
-    bias_constants<C>(partial, constant, lane);
+    };
+    const int n_split = p.bias_split_steps;
+#pragma unroll 2
+    for (int step = 0; step < n_split; step++) add(step, true);
+#pragma unroll 2
+    for (int step = n_split; step < p.bias_steps; step++) add(step, false);
+    bias_constants<C>(r, partial, constant, lane);
 }
 
 /* --- softmax ---------------------------------------------------------------------------------- */
@@ -317,6 +380,18 @@ DEVICE void code_fragment(uint32_t (&a)[4], uint32_t x, uint32_t y, int i) {
     a[3] = y >> 8 & mask;
 }
 
+/* Adds the third and fourth bit of the codes, from the words of the high plane: they go above the low two,
+ * where code i + 1 was before the mask. odd: a plane of one bit has two words in one. */
+template <int BITS>
+DEVICE void add_high(uint32_t (&a)[4], uint32_t x, uint32_t y, int i, bool odd) {
+    const uint32_t mask = (BITS == 4 ? 0x000c000cu : 0x00040004u) << (2 * i);
+    const int up = odd ? 1 : 2;
+    a[0] |= x << up & mask;
+    a[1] |= x >> (8 - up) & mask;
+    a[2] |= y << up & mask;
+    a[3] |= y >> (8 - up) & mask;
+}
+
 /* The 2 W words of this lane in a sub-tile. */
 template <int W> DEVICE void load_words(const uint8_t *sub_tile, int lane, uint32_t (&w)[2 * W]) {
     if constexpr (W == 1) {
@@ -335,13 +410,36 @@ template <int W> DEVICE void load_words(const uint8_t *sub_tile, int lane, uint3
     }
 }
 
+/* The words of this lane in a sub-tile of codes of BITS bits, and its fragments. high: the sub-tile of the
+ * high plane. */
+template <class C, int BITS> struct Codes {
+    static constexpr int HIGH_WORDS = BITS == 4 ? C::W : BITS == 3 ? (C::W + 1) / 2 : 1;
+    uint32_t low[2 * C::W], high[2 * HIGH_WORDS];
+
+    DEVICE void load(const uint8_t *from, const uint8_t *from_high, int lane) {
+        load_words<C::W>(from, lane, low);
+        if constexpr (BITS > 2) load_words<HIGH_WORDS>(from_high, lane, high);
+    }
+    DEVICE void fragment(int s, uint32_t (&a)[4]) const {
+        const int w = s / 4, u = BITS == 3 ? w / 2 : w;
+        code_fragment(a, low[w], low[C::W + w], s & 3);
+        if constexpr (BITS > 2) add_high<BITS>(a, high[u], high[HIGH_WORDS + u], s & 3, BITS == 3 && (w & 1));
+    }
+};
+
+/* Bytes of a sub-tile of the high plane. */
+template <class C> DEVICE constexpr int high_sub_tile(int bits) {
+    return 256 * (bits == 4 ? C::W : (C::W + 1) / 2);
+}
+
 /* q.c of N sub-tiles side by side, since the products of one are a chain. */
-template <class C, int N>
-DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, int lane, float (&c)[N][C::G][C::TILES][4]) {
-    uint32_t words[N][2 * C::W];
+template <class C, int BITS, int N>
+DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, const uint8_t *high, int lane,
+                          float (&c)[N][C::G][C::TILES][4]) {
+    Codes<C, BITS> codes[N];
 #pragma unroll
     for (int n = 0; n < N; n++) {
-        load_words<C::W>(keys + n * 4 * C::D, lane, words[n]);
+        codes[n].load(keys + n * 4 * C::D, high + n * high_sub_tile<C>(BITS), lane);
 #pragma unroll
         for (int k = 0; k < C::G; k++)
 #pragma unroll
@@ -352,7 +450,7 @@ DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, int lane, float
 #pragma unroll
         for (int n = 0; n < N; n++) {
             uint32_t a[4];
-            code_fragment(a, words[n][s / 4], words[n][C::W + s / 4], s & 3);
+            codes[n].fragment(s, a);
 #pragma unroll
             for (int j = 0; j < C::TILES; j++) {
                 const uint32_t *b = &r.q[j][s / 2][2 * (s & 1)];
@@ -383,7 +481,7 @@ DEVICE void score_sub_tile(const Rows<C> &r, const float (&c)[C::G][C::TILES][4]
                     start = BIAS ? constant[i] : r.q_const[i];
                     if (BIAS) {
                         const float *y = &bias[j][2 * h];
-                        start = fmaf(j < C::FULL ? y[i & 1] : y[0] + y[1], CODE_UNIT, start);
+                        start = fmaf(j < C::FULL ? y[i & 1] : y[0] + y[1], r.bias_unit, start);
                     }
                 }
                 score[h][i] = fmaf(dot, f.x, fmaf(f.y, r.q_sum[i][k], start));
@@ -392,9 +490,26 @@ DEVICE void score_sub_tile(const Rows<C> &r, const float (&c)[C::G][C::TILES][4]
     }
 }
 
+template <class C, int BITS>
+DEVICE void value_products(Rows<C> &r, const uint8_t *values, const uint8_t *high, int lane,
+                           const uint32_t (&b)[C::G][C::TILES][2]) {
+    Codes<C, BITS> codes;
+    codes.load(values, high, lane);
+#pragma unroll
+    for (int s = 0; s < C::STEPS; s++) {
+        uint32_t a[4];
+        codes.fragment(s, a);
+#pragma unroll
+        for (int j = 0; j < C::TILES; j++) {
+            const int k = s / 4 / C::WORDS_A_GROUP;
+            mma_f16(r.acc[j][s], a[0], a[1], a[2], a[3], b[k][j][0], b[k][j][1]);
+        }
+    }
+}
+
 /* Probabilities of 16 tokens to the B operand, their sums, and the product with the values. */
 template <class C>
-DEVICE void value_sub_tile(Rows<C> &r, const uint8_t *values, const uint8_t *params, int lane,
+DEVICE void value_sub_tile(Rows<C> &r, const uint8_t *values, const uint8_t *high, int bits, const uint8_t *params, int lane,
                            const float (&score)[2][C::COLUMNS], const float (&top)[C::COLUMNS],
                            uint32_t keep_low, uint32_t keep_high) {
     float prob[2][C::COLUMNS];
@@ -432,18 +547,12 @@ DEVICE void value_sub_tile(Rows<C> &r, const uint8_t *values, const uint8_t *par
             }
         }
     }
-    uint32_t words[2 * C::W];
-    load_words<C::W>(values, lane, words);
-#pragma unroll
-    for (int s = 0; s < C::STEPS; s++) {
-        uint32_t a[4];
-        code_fragment(a, words[s / 4], words[C::W + s / 4], s & 3);
-#pragma unroll
-        for (int j = 0; j < C::TILES; j++) {
-            const int k = s / 4 / C::WORDS_A_GROUP;
-            mma_f16(r.acc[j][s], a[0], a[1], a[2], a[3], b[k][j][0], b[k][j][1]);
-        }
-    }
+    if (!C::HIGH || bits == 2)
+        value_products<C, 2>(r, values, high, lane, b);
+    else if (bits == 3)
+        value_products<C, 3>(r, values, high, lane, b);
+    else
+        value_products<C, 4>(r, values, high, lane, b);
 }
 
 /* Query token of score column i: the rows of a KV head are [token][query head]. */
@@ -452,22 +561,30 @@ template <class C> DEVICE int column_token(const DecodeParams &p, int first_row,
 }
 
 template <class C, int MODE>
-DEVICE void attend_tile(Rows<C> &r, uint8_t *area, const DecodeParams &p,
+DEVICE void attend_tile(Rows<C> &r, PageBias<C> &page_bias, uint8_t *area, const DecodeParams &p,
                         const Control &ctl, const uint8_t *tile, int page, bool masked) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float bias[4][C::TILES][4], constant[C::COLUMNS];
     if constexpr (MODE != MODE_PLAIN) {
         const SegmentData<C> s = segment_data<C>(area, p.bias_steps);
-        bias_page<C, 4>(s, p, page, 0, warp, lane, bias, constant);
-#pragma unroll
-        for (int i = 0; i < C::COLUMNS; i++) constant[i] += r.q_const[i];
+        if constexpr (MODE == MODE_BIAS_16)
+            page_bias.take(r, s, lane, bias, constant);
+        else
+            bias_page<C, 4>(r, s, p, page, 0, warp, lane, bias, constant);
     }
     float score[8][C::COLUMNS];
-    const uint8_t *params = tile + 32 * C::D;
+    const uint8_t *params = tile + 32 * C::D, *high = tile + C::LOW_TILE;
 #pragma unroll
     for (int first = 0; first < 4; first += C::SIDE_BY_SIDE) {
-        float c[C::SIDE_BY_SIDE][C::G][C::TILES][4];
-        code_products<C, C::SIDE_BY_SIDE>(r, tile + first * 4 * C::D, lane, c);
+        constexpr int N = C::SIDE_BY_SIDE;
+        float c[N][C::G][C::TILES][4];
+        const uint8_t *keys = tile + first * 4 * C::D;
+        if (!C::HIGH || p.bits_k == 2)
+            code_products<C, 2, N>(r, keys, high, lane, c);
+        else if (p.bits_k == 3)
+            code_products<C, 3, N>(r, keys, high + first * high_sub_tile<C>(3), lane, c);
+        else
+            code_products<C, 4, N>(r, keys, high + first * high_sub_tile<C>(4), lane, c);
 #pragma unroll
         for (int k = 0; k < C::SIDE_BY_SIDE; k++) {
             const int n = first + k;
@@ -507,9 +624,11 @@ DEVICE void attend_tile(Rows<C> &r, uint8_t *area, const DecodeParams &p,
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) top[i] = r.row_max[i] * r.scale[i];
     params += 256 * C::G;
+    if (C::HIGH && p.bits_k > 2) high += 4 * high_sub_tile<C>(p.bits_k);
+    const int high_step = C::HIGH ? high_sub_tile<C>(p.bits_v) : 0;
 #pragma unroll
     for (int n = 0; n < 4; n++)
-        value_sub_tile<C>(r, tile + 16 * C::D + n * 4 * C::D, params + 64 * n, lane,
+        value_sub_tile<C>(r, tile + 16 * C::D + n * 4 * C::D, high + n * high_step, p.bits_v, params + 64 * n, lane,
                           *reinterpret_cast<float(*)[2][C::COLUMNS]>(&score[2 * n]), top,
                           keep & (1u << (2 * n)) ? FULL_WARP : 0u,
                           keep & (2u << (2 * n)) ? FULL_WARP : 0u);
@@ -601,15 +720,17 @@ DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
     float bias[1][C::TILES][4], constant[C::COLUMNS];
     const bool upper = position & 8;
     if constexpr (MODE != MODE_PLAIN)
-        bias_page<C, 1>(s, p, position >> 6, (position & 63) >> 4, warp, lane, bias, constant);
+        bias_page<C, 1>(r, s, p, position >> 6, (position & 63) >> 4, warp, lane, bias, constant);
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;
-        float x = (j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1]) * CODE_UNIT + r.q_const[i];
+        float x = (j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1]) * CODE_UNIT;
         if constexpr (MODE != MODE_PLAIN) {
             const float y0 = upper ? bias[0][j][2] : bias[0][j][0];
             const float y1 = upper ? bias[0][j][3] : bias[0][j][1];
-            x += fmaf(j < C::FULL ? (i & 1 ? y1 : y0) : y0 + y1, CODE_UNIT, constant[i]);
+            x += fmaf(j < C::FULL ? (i & 1 ? y1 : y0) : y0 + y1, r.bias_unit, constant[i]);
+        } else {
+            x += r.q_const[i];
         }
         if (MODE == MODE_BIAS_CAP && p.softcap_log2 > 0) x = soft_cap(x, r.scale[i], p.softcap_log2);
         const Span see = visible(p, kind, t_first + column_token<C>(p, first_row, i, lane));

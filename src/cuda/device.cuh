@@ -82,6 +82,11 @@ DEVICE int load_int(const int *p) {
     asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(r) : "l"(p));
     return r;
 }
+DEVICE uint32_t load_u16(const uint16_t *p) {
+    unsigned short r;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+    return r;
+}
 DEVICE uint4 load_uint4(const void *p) {
     uint4 r;
     asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"

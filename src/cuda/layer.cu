@@ -72,9 +72,6 @@ static oscar_status check_options(const oscar_cuda_layer_options *o, oscar_error
     REQUIRE(o->bits_k >= 2 && o->bits_k <= 4, "bits_k", o->bits_k, "2, 3 or 4");
     REQUIRE(o->bits_v >= 2 && o->bits_v <= 4, "bits_v", o->bits_v, "2, 3 or 4");
     REQUIRE(!o->ldlq_k || (o->k_metric_b && o->k_metric_d), "ldlq_k", o->ldlq_k, "0 without a key metric");
-    if (o->bits_k != 2 || o->bits_v != 2)
-        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED, "bits are %d and %d, the kernels do 2", o->bits_k,
-                              o->bits_v);
     REQUIRE(o->n_tracked >= 0 && o->n_tracked % 8 == 0 && o->n_tracked <= o->head_dim / 2, "n_tracked",
             o->n_tracked, "a multiple of 8 up to head_dim / 2");
     REQUIRE(o->n_tracked == 0 || (o->tracked && o->rope && o->k_tracked), "tracked", 0,
@@ -151,24 +148,45 @@ static oscar_status upload_rotations(oscar_cuda_layer *layer, const oscar_cuda_l
     return status;
 }
 
-/* 1_g B and <1_g, 1_g>_M of every head and group, in the order of the CPU's prepare_refits. */
-static void refit_constants(const oscar_cuda_layer_options *o, float *ones, float *ones_ones) {
-    const int d = o->head_dim, groups = layout_groups(d), group = d / groups;
-    for (int h = 0; h < o->n_kv_heads; h++)
-        for (int g = 0; g < groups; g++) {
-            const float *b = o->k_metric_b + (size_t)h * d * d, *dg = o->k_metric_d + (size_t)h * d;
-            float *out = ones + ((size_t)h * groups + g) * d, sum = 0;
-            for (int j = 0; j < d; j++) out[j] = 0;
-            for (int i = g * group; i < (g + 1) * group; i++)
-                for (int j = 0; j < (g + 1) * group; j++) out[j] += b[(size_t)i * d + j];
-            for (int j = 0; j < (g + 1) * group; j++) sum += dg[j] * out[j] * out[j];
-            ones_ones[(size_t)h * groups + g] = sum;
-        }
+/* One head's metric in the order of AppendMetric (append_rows.cuh). 1_g B and <1_g, 1_g>_M are summed in the
+ * order of the CPU's row_codec_prepare. */
+static void pack_metric(const float *b, const float *dg, int d, float *out) {
+    const int groups = layout_groups(d), group = d / groups;
+    for (int k = 0; k < d / 64; k++)
+        for (int i = 64 * k; i < d; i++)
+            for (int l = 0; l < 16; l++)
+                for (int e = 0; e < 4; e++) *out++ = b[(size_t)i * d + 16 * (4 * k + e) + l];
+    for (int first = 0; first < d; first += 8)
+        for (int i = 7; i > 0; i--)
+            for (int j = i - 1; j >= 0; j--) *out++ = b[(size_t)(first + i) * d + first + j];
+    memcpy(out, dg, (size_t)d * sizeof(float));
+    out += d;
+    float *ones = out, *ones_ones = out + (size_t)groups * d;
+    for (int g = 0; g < groups; g++, ones += d) {
+        float sum = 0;
+        for (int j = 0; j < d; j++) ones[j] = 0;
+        for (int i = g * group; i < (g + 1) * group; i++)
+            for (int j = 0; j < (g + 1) * group; j++) ones[j] += b[(size_t)i * d + j];
+        for (int j = 0; j < (g + 1) * group; j++) sum += dg[j] * ones[j] * ones[j];
+        ones_ones[g] = sum;
+    }
+}
+
+static oscar_status upload_metric(float **to, const float *b, const float *dg, int n_heads, int d, const char *what,
+                                  oscar_error *error) {
+    if (!b || !dg) return OSCAR_OK;
+    const size_t floats = (size_t)layout_metric_floats(d);
+    float *packed = (float *)calloc((size_t)n_heads * floats, sizeof(float));
+    if (!packed) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the metric of %d heads", n_heads);
+    for (int h = 0; h < n_heads; h++) pack_metric(b + (size_t)h * d * d, dg + (size_t)h * d, d, packed + h * floats);
+    const oscar_status status = layer_upload((void **)to, packed, n_heads * floats * sizeof(float), what, error);
+    free(packed);
+    return status;
 }
 
 /* What append alone needs. */
 static oscar_status upload_for_append(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
-    const size_t h = (size_t)o->n_kv_heads, d = (size_t)o->head_dim, groups = (size_t)layout_groups(o->head_dim);
+    const size_t h = (size_t)o->n_kv_heads, d = (size_t)o->head_dim;
     const struct {
         float **to;
         const float *from;
@@ -176,26 +194,16 @@ static oscar_status upload_for_append(oscar_cuda_layer *layer, const oscar_cuda_
         const char *name;
     } arrays[] = {{&layer->k_rotation, o->k_rotation, h * d * d, "k_rotation"},
                   {&layer->v_rotation, o->v_rotation, h * d * d, "v_rotation"},
-                  {&layer->v_mean, o->v_mean, h * d, "v_mean"},
-                  {&layer->k_metric_b, o->k_metric_b, h * d * d, "k_metric_b"},
-                  {&layer->k_metric_d, o->k_metric_d, h * d, "k_metric_d"},
-                  {&layer->v_metric_b, o->v_metric_b, h * d * d, "v_metric_b"},
-                  {&layer->v_metric_d, o->v_metric_d, h * d, "v_metric_d"}};
+                  {&layer->v_mean, o->v_mean, h * d, "v_mean"}};
     for (const auto &a : arrays) {
         if (!a.from) continue;
         oscar_status status = layer_upload((void **)a.to, a.from, a.n * sizeof(float), a.name, error);
         if (status != OSCAR_OK) return status;
     }
-    if (!o->k_metric_b || !o->k_metric_d) return OSCAR_OK;
-    float *ones = (float *)malloc((h * groups * d + h * groups) * sizeof(float));
-    if (!ones) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the metric of %d heads", (int)h);
-    refit_constants(o, ones, ones + h * groups * d);
-    oscar_status status = layer_upload((void **)&layer->k_ones, ones, h * groups * d * sizeof(float), "metric", error);
-    if (status == OSCAR_OK)
-        status = layer_upload((void **)&layer->k_ones_ones, ones + h * groups * d, h * groups * sizeof(float), "metric",
-                              error);
-    free(ones);
-    return status;
+    oscar_status status = upload_metric(&layer->k_metric, o->k_metric_b, o->k_metric_d, o->n_kv_heads, o->head_dim,
+                                        "k_metric", error);
+    if (status != OSCAR_OK) return status;
+    return upload_metric(&layer->v_metric, o->v_metric_b, o->v_metric_d, o->n_kv_heads, o->head_dim, "v_metric", error);
 }
 
 oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_layer_options *o,
@@ -252,17 +260,15 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->v_rotation_t);
     cudaFree(layer->bias_table);
     cudaFree(layer->bias_nu);
+    cudaFree(layer->bias_units);
+    cudaFree(layer->bias_strides);
     cudaFree(layer->bias_turn);
     cudaFree(layer->bias_dims);
     cudaFree(layer->k_rotation);
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);
-    cudaFree(layer->k_metric_b);
-    cudaFree(layer->k_metric_d);
-    cudaFree(layer->v_metric_b);
-    cudaFree(layer->v_metric_d);
-    cudaFree(layer->k_ones);
-    cudaFree(layer->k_ones_ones);
+    cudaFree(layer->k_metric);
+    cudaFree(layer->v_metric);
     cudaFree(layer->append_bias_table);
     cudaFree(layer->append_bias_freq);
     cudaFree(layer->append_bias_dims);

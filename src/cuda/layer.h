@@ -15,14 +15,13 @@ struct oscar_cuda_layer {
     float clip_k, clip_v;
     int32_t device, n_multiprocessors, shared_max;
     bool bulk; /* compute capability 9.0 or later */
-    int32_t bias_steps, bias_split_steps;
+    int32_t n_tracked, bias_steps, bias_split_steps;
     /* For decode: see DecodeParams. */
     void *k_rotation_fragments;
     float *k_mean, *v_mean_rotated, *v_rotation_t;
-    void *bias_table, *bias_nu, *bias_turn, *bias_dims;
+    void *bias_table, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
     /* For append: see AppendParams in append.cu. */
-    float *k_rotation, *v_rotation, *v_mean, *k_metric_b, *k_metric_d, *v_metric_b, *v_metric_d;
-    float *k_ones, *k_ones_ones;
+    float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric;
     float *append_bias_table, *append_bias_freq;
     void *append_bias_dims;
 };

@@ -1,6 +1,6 @@
 /*
- * layer_bias.cu - the table of a tracked key mean: (R_i - I) nu for the 64 tokens of a page, as MMA
- * fragments. Computed in double precision on the host.
+ * layer_bias.cu - what the bias of a tracked key mean is made of: nu, and cos(i f) - 1 and sin(i f) for the 64
+ * tokens of a page, as MMA fragments. Computed in double precision on the host.
  */
 #include <cuda_fp16.h>
 #include <math.h>
@@ -44,13 +44,6 @@ static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
     return pairs;
 }
 
-/* (R_i - I) nu. */
-static void table_entry(const Pair &p, int token, double out[2]) {
-    const double angle = p.freq * token, c = cos(angle) - 1.0, s = sin(angle);
-    out[0] = p.nu[0] * c - p.nu[1] * s;
-    out[1] = p.nu[1] * c + p.nu[0] * s;
-}
-
 /* Table columns of a step of 8 pairs: lane t takes pairs 2 t (k = 2 t, 2 t + 1) and 2 t + 1
  * (k = 2 t + 8, 2 t + 9). out: [2][4][32][4] words. */
 static void pack_step(const Pair *pairs, uint32_t *out) {
@@ -58,8 +51,8 @@ static void pack_step(const Pair *pairs, uint32_t *out) {
         for (int lane = 0; lane < 32; lane++)
             for (int reg = 0; reg < 4; reg++) {
                 const int token = 16 * sub + (lane >> 2) + 8 * (reg & 1);
-                double x[2];
-                table_entry(pairs[2 * (lane & 3) + (reg >> 1)], token, x);
+                const double angle = pairs[2 * (lane & 3) + (reg >> 1)].freq * token, half_sine = sin(angle / 2);
+                const double x[2] = {-2 * half_sine * half_sine, sin(angle)};
                 uint16_t half[2][2];
                 for (int e = 0; e < 2; e++) {
                     const __half high = __float2half_rn((float)x[e]);
@@ -71,9 +64,19 @@ static void pack_step(const Pair *pairs, uint32_t *out) {
             }
 }
 
-/* Steps whose table is not small against nu: |R_i - I| is at most 63 f, and fp16 keeps 11 bits, so
- * below this the high halves alone are as exact as fp32 sums. */
+/* Steps whose table is not small: |e^{i i f} - 1| is at most 63 f, and fp16 keeps 11 bits, so below this the
+ * high halves alone are as exact as fp32 sums. */
 #define SLOW_PAIR (1.0 / 63 / 128)
+
+/* A power of two that leaves at most 16 of the largest |nu| of a head: a query's channels reach 2^10, and
+ * their product with nu is kept in fp16 halves. */
+static double unit_of(const std::vector<Pair> &pairs) {
+    double most = 0;
+    for (const Pair &p : pairs) most = std::max(most, hypot(p.nu[0], p.nu[1]));
+    int exponent = 0;
+    if (most > 0) frexp(most, &exponent);
+    return ldexp(1.0, std::max(exponent, -60) - 4);
+}
 
 /* R_i nu of the 64 slots of a page as floats, for append: [H, n, 2, 64]. */
 static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
@@ -99,33 +102,47 @@ static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cud
 }
 
 oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
-    const int h = o->n_kv_heads, n = o->n_tracked, steps = n / 8;
-    for (int i = 0; i < h * n; i++)
+    const int h = o->n_kv_heads;
+    for (int i = 0; i < h * o->n_tracked; i++)
         if (o->tracked[i] < 0 || o->tracked[i] >= o->rope->n_dims / 2)
             return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "tracked[%d] is %d, expected a pair below %d", i,
                                   o->tracked[i], o->rope->n_dims / 2);
+    /* An even number of steps: filled up with pairs whose nu is zero. */
+    const int steps = (o->n_tracked + 15) / 16 * 2, n = 8 * steps;
     std::vector<uint32_t> table((size_t)h * steps * 1024);
-    std::vector<float> nu((size_t)h * n * 2);
+    std::vector<float> nu((size_t)h * n * 2), units(h);
+    std::vector<float2> strides(steps == 2 ? (size_t)17 * h * n : 0);
     std::vector<unsigned long long> turn((size_t)h * n);
     std::vector<int2> dims((size_t)h * n);
     int split = 0;
     for (int i = 0; i < h; i++) {
-        const std::vector<Pair> pairs = pairs_of(o, i);
+        std::vector<Pair> pairs = pairs_of(o, i);
+        const double unit = unit_of(pairs);
+        units[i] = (float)unit;
+        pairs.resize(n, Pair());
         for (int s = 0; s < steps; s++) {
             pack_step(&pairs[8 * s], &table[((size_t)i * steps + s) * 1024]);
             if (pairs[8 * s].freq > SLOW_PAIR) split = std::max(split, s + 1);
         }
         for (int k = 0; k < n; k++) {
-            nu[2 * ((size_t)i * n + k)] = (float)pairs[k].nu[0];
-            nu[2 * ((size_t)i * n + k) + 1] = (float)pairs[k].nu[1];
+            nu[2 * ((size_t)i * n + k)] = (float)(pairs[k].nu[0] / unit);
+            nu[2 * ((size_t)i * n + k) + 1] = (float)(pairs[k].nu[1] / unit);
             turn[(size_t)i * n + k] = page_turn(pairs[k].freq);
             dims[(size_t)i * n + k] = pairs[k].dims;
+            for (size_t pages = 0; pages < strides.size() / (h * n); pages++) {
+                const double angle = fmod(64.0 * pages * pairs[k].freq, 6.283185307179586);
+                strides[(pages * h + i) * n + k] = make_float2((float)cos(angle), (float)sin(angle));
+            }
         }
     }
+    layer->n_tracked = o->n_tracked;
     layer->bias_steps = steps;
     layer->bias_split_steps = split;
     oscar_status status = layer_upload(&layer->bias_table, table.data(), table.size() * 4, "bias table", error);
     if (status == OSCAR_OK) status = layer_upload(&layer->bias_nu, nu.data(), nu.size() * 4, "k_tracked", error);
+    if (status == OSCAR_OK) status = layer_upload(&layer->bias_units, units.data(), units.size() * 4, "k_tracked", error);
+    if (status == OSCAR_OK && !strides.empty())
+        status = layer_upload(&layer->bias_strides, strides.data(), strides.size() * 8, "bias turns", error);
     if (status == OSCAR_OK)
         status = layer_upload(&layer->bias_turn, turn.data(), turn.size() * 8, "bias turns", error);
     if (status == OSCAR_OK) status = layer_upload(&layer->bias_dims, dims.data(), dims.size() * 8, "tracked", error);

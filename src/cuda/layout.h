@@ -71,6 +71,12 @@ LAYOUT_FN int layout_key_channel(int d, int w, int t, int h, int i) {
 LAYOUT_FN int layout_value_channel(int w, int g, int i) {
     return 64 * w + 16 * (i & 3) + 8 * (i >> 2) + g;
 }
+/* Floats of a head's metric as append takes it: rows of B, blocks of B, D, 1_g B, <1_g, 1_g>; see
+ * AppendMetric in append_rows.cuh. */
+LAYOUT_FN constexpr int layout_metric_rows(int d) { return 64 * d * (d / 64) - 2048 * (d / 64) * (d / 64 - 1); }
+LAYOUT_FN constexpr int layout_metric_floats(int d) {
+    return layout_metric_rows(d) + d / 8 * 28 + d + (d > 128 ? d / 128 : 1) * d + 4;
+}
 /* Byte of the (step, offset) pair of a token within the parameters of one side. */
 LAYOUT_FN int layout_param(int group, int slot) {
     int s = slot >> 4, h = (slot >> 3) & 1, g = slot & 7;

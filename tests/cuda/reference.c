@@ -8,7 +8,7 @@
 int reference_quantize(const reference_codec *r, const float *x, float *y, uint8_t *codes, uint16_t *params) {
     row_codec codec = {.head_dim = r->head_dim,
                        .group = r->group,
-                       .bits = 2,
+                       .bits = r->bits,
                        .recipe = r->recipe,
                        .clip = r->clip,
                        .ldlq = r->ldlq != 0,

@@ -221,6 +221,26 @@ static void test_features(int d) {
     printf("d %d features: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
+/* Planes of a third and fourth bit, on either side. */
+static void test_bits(int d) {
+    const int groups[] = {4, 8, 1, 12};
+    for (int k = 1; k < 9; k++) {
+        Problem p = make(d, groups[k % 4], {1500 + k, 321, 70});
+        p.bits_k = 2 + k / 3;
+        p.bits_v = 2 + k % 3;
+        p.n_tracked = k % 3 == 0 ? 0 : k % 3 == 1 ? 16 : d / 2;
+        p.bias_size = 2;
+        p.softcap = k % 4 == 3 ? 20.0f : 0.0f;
+        p.n_q_tokens = k == 5 ? 3 : 1;
+        run_case("bits", p, 1e-3, false);
+        Problem b = make(d, 4, {2000, 129});
+        b.bits_k = p.bits_k;
+        b.bits_v = p.bits_v;
+        run_case("bits", b, 1e-3, false);
+    }
+    printf("d %d bits: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
 /* |b| of about 1,000 and logits 0.05 of it, so that several tokens share the softmax: an error of 0.01
  * in b is 5e-4 in the logits, and as much in the output, which has no mean to hide it. */
 static void test_large_bias(int d) {
@@ -306,11 +326,17 @@ int main(int argc, char **argv) {
                 p.bias_size = 2;
                 run_case("quick", p, 1e-3, true);
             }
+            Problem p = make(d, 4, {450, 70});
+            p.n_kv_heads = 1;
+            p.bits_k = 4;
+            p.bits_v = 3;
+            run_case("quick", p, 1e-3, true);
             continue;
         }
         test_edges(d);
         test_groups(d);
         test_features(d);
+        test_bits(d);
         test_graph(d);
         test_large_bias(d);
         if (d == 128)
