@@ -17,6 +17,7 @@ medians over the lines of such a file.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def start(args, folder, *more):
 
 
 def prompts_of(args, server):
-    n = args.context - args.predict - 8
+    n = args.prompt or args.context - args.predict - 8
     return [server.tokenize(text)[:n] for text in make_texts(args.text, args.distinct, args.context * 6, args.seed)]
 
 
@@ -127,14 +128,15 @@ def table(path):
     with open(path, encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            key = (row["piece"], row["model"], row["slots"], row["context"], row["cache"])
+            key = (row["piece"], row["model"], row["slots"], row["context"], row.get("prompt") or "full", row["cache"])
             groups.setdefault(key, []).append(row["result"])
-    for key, results in sorted(groups.items()):
+    for key, results in groups.items():
         medians = {name: round(statistics.median(r[name] for r in results), 3) for name, value in results[0].items() if isinstance(value, (int, float))}
         print(*key, f"n={len(results)}", json.dumps(medians))
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(1))  # the server is stopped on the way out
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("piece", choices=("prepare", "decode", "mixed", "room", "table"))
     parser.add_argument("oscar", help="the program; for table the file")
@@ -145,6 +147,7 @@ def main():
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--context", type=int, default=4096, help="tokens a slot")
     parser.add_argument("--distinct", type=int, help="different prompts (default: as many as slots)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: the context but for the answer)")
     parser.add_argument("--predict", type=int, default=32)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--memory", type=int, default=1 << 30)
@@ -163,7 +166,7 @@ def main():
         print(f"measure: {failure}", file=sys.stderr)
         return 1
     row = {"piece": args.piece, "model": os.path.basename(args.model), "slots": args.slots, "context": args.context,
-           "cache": args.cache, "threads": args.threads, "predict": args.predict, "result": result}
+           "cache": args.cache, "threads": args.threads, "prompt": args.prompt, "predict": args.predict, "result": result}
     print(json.dumps(row))
     if args.out:
         with open(args.out, "a", encoding="utf-8") as out:

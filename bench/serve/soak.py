@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -172,6 +173,7 @@ def judge_memory(samples, limit):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(1))  # the server is stopped on the way out
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("oscar", help="the program")
     parser.add_argument("model")

@@ -55,6 +55,15 @@ const passed_through passed_through_table[] = {
     {"llama_perf_context_reset", "times are the inner context's"},
     {"llama_opt_init", "training does not go through llama_decode()"},
     {"llama_opt_epoch", "training does not go through llama_decode()"},
+    /* Not in llama.h, but called by llama.cpp's own programs. */
+    {"llama_get_memory_breakdown", "counts the inner context; what ours takes is said when it is made"},
+    {"llama_get_ctx_other", "drafting contexts are llama.cpp's own"},
+    {"llama_get_embeddings_nextn", "outputs are the inner context's"},
+    {"llama_get_embeddings_nextn_ith", "outputs are the inner context's"},
+    {"llama_set_embeddings_nextn", "outputs are the inner context's"},
+    {"llama_get_embeddings_layer_inp", "outputs are the inner context's"},
+    {"llama_set_embeddings_layer_inp", "outputs are the inner context's"},
+    {"llama_set_nextn_layer_offset", "drafting contexts are llama.cpp's own"},
     {NULL, NULL},
 };
 
