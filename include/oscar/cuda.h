@@ -47,6 +47,7 @@ typedef struct oscar_cuda_layer oscar_cuda_layer;
 typedef void *oscar_cuda_stream;
 
 #define OSCAR_CUDA_MAX_Q_TOKENS 8
+#define OSCAR_CUDA_MAX_PREFILL_TOKENS 4095
 
 /* One layer. Arrays are host memory, float32, and copied; H = n_kv_heads, d = head_dim. A NULL
  * array means zeros, or the identity for rotations and metric. */
@@ -141,6 +142,14 @@ typedef struct oscar_cuda_decode_args {
 OSCAR_API oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer,
                                          const oscar_cuda_decode_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);
+
+/* The same for a chunk of a prompt: n_q_tokens up to OSCAR_CUDA_MAX_PREFILL_TOKENS, the last tokens of every
+ * sequence, which append has stored. Made for many rows: one launch, no workspace (args->workspace may be NULL).
+ * The ring must hold recent + n_q_tokens - 1 rows. A sequence shorter than n_q_tokens is skipped and its output
+ * left as it was. What a query sees is decode's rule, so how a prompt is cut into chunks changes nothing but the
+ * order of sums. Errors: ARGUMENT, UNSUPPORTED (too many tracked pairs for the device's shared memory), INTERNAL. */
+OSCAR_API oscar_status oscar_cuda_prefill(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *args,
+                                          oscar_cuda_stream stream, oscar_error *error);
 
 /* All pointers are device memory. Tokens in any order; no two with the same sequence and position. */
 typedef struct oscar_cuda_append_args {

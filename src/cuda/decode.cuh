@@ -9,11 +9,6 @@
 
 #include "decode_merge.cuh"
 
-template <class C> DEVICE float q_value(const DecodeParams &p, uint32_t word, int half) {
-    const uint32_t h = half ? word >> 16 : word & 0xffffu;
-    return p.q_is_bf16 ? __uint_as_float(h << 16) : __half2float(__ushort_as_half(h));
-}
-
 /* First element of a row's query, or NULL when the row does not exist. */
 template <class C> DEVICE const uint16_t *query_row(const DecodeParams &p, const Target &to, int row) {
     if (row >= to.n_rows) return nullptr;

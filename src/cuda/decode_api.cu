@@ -41,12 +41,10 @@ size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs,
     return most;
 }
 
-static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
-                               const DecodePlan *plan, oscar_error *error) {
+static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a, oscar_error *error) {
 #define REQUIRE(condition, ...)                                                                    \
     if (!(condition)) return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, __VA_ARGS__)
-    REQUIRE(a->q && a->out && a->pages && a->block_table && a->lengths && a->overlay_k && a->overlay_v &&
-                a->workspace,
+    REQUIRE(a->q && a->out && a->pages && a->block_table && a->lengths && a->overlay_k && a->overlay_v,
             "a pointer of the decode arguments is NULL");
     REQUIRE(a->q_dtype == OSCAR_DTYPE_BF16 || a->q_dtype == OSCAR_DTYPE_F16,
             "q_dtype is %d, expected F16 or BF16", a->q_dtype);
@@ -54,10 +52,6 @@ static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_d
             "out_dtype is %d, expected F32, F16 or BF16", a->out_dtype);
     REQUIRE(a->table_stride > 0, "table_stride is %d, expected at least 1", a->table_stride);
     REQUIRE(a->logit_softcap >= 0, "logit_softcap is %g, expected 0 or more", a->logit_softcap);
-    const double items = (double)a->n_seqs * layer->n_kv_heads * plan->row_tiles *
-                         (a->table_stride + oscar_cuda_overlay_rows(layer) / 8 + 2);
-    REQUIRE(items * plan->n_ctas < 4294967296.0, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
-            a->table_stride);
 #undef REQUIRE
     return OSCAR_OK;
 }
@@ -65,23 +59,8 @@ static oscar_status check_args(const oscar_cuda_layer *layer, const oscar_cuda_d
 /* See divide() in device.cuh. */
 static uint32_t magic_of(int n) { return n > 1 ? (uint32_t)((((uint64_t)1 << 32) + n - 1) / n) : 0; }
 
-oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
-                               oscar_cuda_stream stream, oscar_error *error) {
-    if (a->struct_size != sizeof *a)
-        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size,
-                              sizeof *a);
-    if (a->n_seqs < 1 || a->n_q_tokens < 1 || a->n_q_tokens > OSCAR_CUDA_MAX_Q_TOKENS)
-        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT,
-                              "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d", a->n_seqs,
-                              a->n_q_tokens, OSCAR_CUDA_MAX_Q_TOKENS);
-    DecodePlan plan;
-    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, a->logit_softcap > 0, &plan))
-        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
-                              "no kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
-                              layer->head_dim, 8 * layer->bias_steps, layer->shared_max);
-    oscar_status status = check_args(layer, a, &plan, error);
-    if (status != OSCAR_OK) return status;
-
+/* What decode and prefill hand to their kernels. */
+static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a, int row_tiles) {
     DecodeParams p = {};
     p.pages = (const uint8_t *)a->pages;
     p.block_table = a->block_table;
@@ -102,16 +81,18 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.bias_strides = (const float4 *)layer->bias_strides;
     p.bias_turn = (const unsigned long long *)layer->bias_turn;
     p.bias_dims = (const int2 *)layer->bias_dims;
-    uint8_t *w = (uint8_t *)a->workspace;
-    p.partial_sums = (float2 *)w;
-    p.partials = (float *)(w + SUMS_BYTES);
-    p.counters = (uint32_t *)(w + SUMS_BYTES + PARTIALS_BYTES);
+    if (a->workspace) {
+        uint8_t *w = (uint8_t *)a->workspace;
+        p.partial_sums = (float2 *)w;
+        p.partials = (float *)(w + SUMS_BYTES);
+        p.counters = (uint32_t *)(w + SUMS_BYTES + PARTIALS_BYTES);
+    }
     p.table_stride = a->table_stride;
     p.n_seqs = a->n_seqs;
     p.n_q_tokens = a->n_q_tokens;
     p.n_kv_heads = layer->n_kv_heads;
     p.gqa = layer->n_q_heads / layer->n_kv_heads;
-    p.row_tiles = plan.row_tiles;
+    p.row_tiles = row_tiles;
     p.gqa_magic = magic_of(p.gqa);
     p.row_tiles_magic = magic_of(p.row_tiles);
     p.sink = layer->sink;
@@ -128,11 +109,68 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     p.out_dtype = a->out_dtype;
     p.scale_log2 = (float)(a->logit_scale * LOG2_E);
     p.softcap_log2 = (float)(a->logit_softcap * LOG2_E);
+    return p;
+}
 
-    status = cuda_check(cudaFuncSetAttribute(reinterpret_cast<const void *>(plan.kernel),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)plan.shared_bytes),
-                        "shared memory of the decode kernel", error);
+static oscar_status launch(const DecodePlan *plan, dim3 grid, const DecodeParams &p, oscar_cuda_stream stream, const char *what,
+                           oscar_error *error) {
+    const oscar_status status =
+        cuda_check(cudaFuncSetAttribute(reinterpret_cast<const void *>(plan->kernel),
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, (int)plan->shared_bytes),
+                   what, error);
     if (status != OSCAR_OK) return status;
-    plan.kernel<<<plan.n_ctas, plan.n_threads, plan.shared_bytes, (cudaStream_t)stream>>>(p);
-    return cuda_check(cudaGetLastError(), "decode launch", error);
+    plan->kernel<<<grid, plan->n_threads, plan->shared_bytes, (cudaStream_t)stream>>>(p);
+    return cuda_check(cudaGetLastError(), what, error);
+}
+
+oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
+                               oscar_cuda_stream stream, oscar_error *error) {
+    if (a->struct_size != sizeof *a)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size,
+                              sizeof *a);
+    if (a->n_seqs < 1 || a->n_q_tokens < 1 || a->n_q_tokens > OSCAR_CUDA_MAX_Q_TOKENS)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT,
+                              "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d", a->n_seqs,
+                              a->n_q_tokens, OSCAR_CUDA_MAX_Q_TOKENS);
+    DecodePlan plan;
+    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, a->logit_softcap > 0, &plan))
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
+                              "no kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
+                              layer->head_dim, 8 * layer->bias_steps, layer->shared_max);
+    const oscar_status status = check_args(layer, a, error);
+    if (status != OSCAR_OK) return status;
+    if (!a->workspace) return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "workspace is NULL");
+    const double items = (double)a->n_seqs * layer->n_kv_heads * plan.row_tiles *
+                         (a->table_stride + oscar_cuda_overlay_rows(layer) / 8 + 2);
+    if (items * plan.n_ctas >= 4294967296.0)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
+                              a->table_stride);
+    return launch(&plan, dim3(plan.n_ctas), params_of(layer, a, plan.row_tiles), stream, "decode launch", error);
+}
+
+oscar_status oscar_cuda_prefill(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a, oscar_cuda_stream stream,
+                                oscar_error *error) {
+    if (a->struct_size != sizeof *a)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size, sizeof *a);
+    const int gqa = layer->n_q_heads / layer->n_kv_heads;
+    if (a->n_seqs < 1 || a->n_q_tokens < 1 || a->n_q_tokens > OSCAR_CUDA_MAX_PREFILL_TOKENS)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d",
+                              a->n_seqs, a->n_q_tokens, OSCAR_CUDA_MAX_PREFILL_TOKENS);
+    if (layer->ring < layer->recent + a->n_q_tokens - 1)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "ring is %d, expected at least recent + n_q_tokens - 1 = %d",
+                              layer->ring, layer->recent + a->n_q_tokens - 1);
+    const DecodeNeeds needs = {gqa * a->n_q_tokens, layer->bulk, a->logit_softcap > 0, layer->bits_k > 2 || layer->bits_v > 2,
+                               layer->bias_steps};
+    DecodePlan plan;
+    const size_t most = (size_t)layer->shared_max;
+    if (!(layer->head_dim == 64    ? prefill_plan_d64(&plan, &needs, most)
+          : layer->head_dim == 128 ? prefill_plan_d128(&plan, &needs, most)
+                                   : prefill_plan_d256(&plan, &needs, most)))
+        return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
+                              "no prefill kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
+                              layer->head_dim, layer->n_tracked, layer->shared_max);
+    const oscar_status status = check_args(layer, a, error);
+    if (status != OSCAR_OK) return status;
+    return launch(&plan, dim3(plan.row_tiles, layer->n_kv_heads, a->n_seqs), params_of(layer, a, 1), stream, "prefill launch",
+                  error);
 }

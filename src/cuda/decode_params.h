@@ -80,5 +80,9 @@ bool decode_plan_d256(DecodePlan *plan, const DecodeNeeds *needs);
 bool decode_plan_high_d64(DecodePlan *plan, const DecodeNeeds *needs);
 bool decode_plan_high_d128(DecodePlan *plan, const DecodeNeeds *needs);
 bool decode_plan_high_d256(DecodePlan *plan, const DecodeNeeds *needs);
+/* The same for many query tokens; row_tiles is the number of CTAs a KV head. */
+bool prefill_plan_d64(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
+bool prefill_plan_d128(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
+bool prefill_plan_d256(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
 
 #endif

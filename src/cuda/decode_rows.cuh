@@ -95,6 +95,11 @@ template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) 
     return s;
 }
 
+template <class C> DEVICE float q_value(const DecodeParams &p, uint32_t word, int half) {
+    const uint32_t h = half ? word >> 16 : word & 0xffffu;
+    return p.q_is_bf16 ? __uint_as_float(h << 16) : __half2float(__ushort_as_half(h));
+}
+
 /* Row of column n = g of column tile j; the odd columns of a half tile repeat the even ones. */
 template <class C> DEVICE int column_row(int j, int g) {
     return 8 * j + (g >> 1) + (j < C::FULL ? 4 * (g & 1) : 0);

@@ -26,10 +26,10 @@ DEVICE int window_start(const DecodeParams &p, int t) {
     return p.window ? max(0, t - p.window + 1) : 0;
 }
 
-DEVICE Items items_of(const DecodeParams &p, int length) {
+/* What queries at t_first .. length - 1 see together. */
+DEVICE Items items_between(const DecodeParams &p, int t_first, int length) {
     Items r = {0, 0, 0, 0, 0, 0};
-    if (length <= 0) return r;
-    const int t_first = max(length - p.n_q_tokens, 0), t_last = length - 1;
+    const int t_last = length - 1;
     const int start = window_start(p, t_first);
     const int sink_end = min(p.sink, length);
     r.sink_first = start >> 3;
@@ -41,6 +41,11 @@ DEVICE Items items_of(const DecodeParams &p, int length) {
     r.tile_first = tile_start >> 6;
     r.n_tiles = tile_end > tile_start ? ((tile_end + 63) >> 6) - r.tile_first : 0;
     return r;
+}
+
+DEVICE Items items_of(const DecodeParams &p, int length) {
+    if (length <= 0) return {0, 0, 0, 0, 0, 0};
+    return items_between(p, max(length - p.n_q_tokens, 0), length);
 }
 
 /* Where an item lies: its sequence, the part (KV head x row tile) and the first item of that

@@ -90,12 +90,12 @@ static void set_up(Device &device, Problem &p) {
     device.keep(a.out);
 }
 
-static std::vector<float> decode(Device &device, size_t n) {
+static std::vector<float> decode(Device &device, size_t n, bool prefill = false) {
     std::vector<float> out(n);
     check(cudaMemset(device.args.out, 0xff, n * 4), "poison");
     oscar_error error;
-    if (oscar_cuda_decode(device.layer, &device.args, NULL, &error) != OSCAR_OK) {
-        printf("FAILED decode: %s\n", error.message);
+    if ((prefill ? oscar_cuda_prefill : oscar_cuda_decode)(device.layer, &device.args, NULL, &error) != OSCAR_OK) {
+        printf("FAILED %s: %s\n", prefill ? "prefill" : "decode", error.message);
         exit(1);
     }
     check(cudaDeviceSynchronize(), "decode");
@@ -125,12 +125,12 @@ static void errors_of(const Problem &p, const std::vector<float> &out, double *w
     *all = sqrt(error / norm);
 }
 
-static void run_case(const char *name, Problem &p, double tolerance, bool loud) {
+static void run_case(const char *name, Problem &p, double tolerance, bool loud, bool prefill = false) {
     p.seed += (uint64_t)n_cases;
     build(p);
     Device device;
     set_up(device, p);
-    const std::vector<float> first = decode(device, p.q.size()), second = decode(device, p.q.size());
+    const std::vector<float> first = decode(device, p.q.size(), prefill), second = decode(device, p.q.size(), prefill);
     double worst, all;
     errors_of(p, first, &worst, &all);
     const bool same = memcmp(first.data(), second.data(), first.size() * 4) == 0;
@@ -241,6 +241,38 @@ static void test_bits(int d) {
     printf("d %d bits: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
+/* Chunks of a prompt: at its start, around the windows, ragged; every feature. A sequence shorter than the chunk
+ * is not run. */
+static void test_prefill(int d) {
+    const int chunks[] = {1, 9, 33, 64, 65, 130, 200};
+    for (int k = 0; k < 14; k++) {
+        const int n = chunks[k % 7], gqa = k < 7 ? 4 : 1 + (k * 5) % 16;
+        Problem p = make(d, gqa, {n, n + 1, n + 63, n + 320, 900});
+        p.n_q_tokens = n;
+        p.ring = 512;
+        p.window = k % 5 == 3 ? 150 : 0;
+        p.sink = k % 3 == 2 ? 5 : 64;
+        p.recent = k % 4 == 3 ? 19 : 256;
+        p.n_tracked = k % 3 == 0 ? 0 : k % 3 == 1 ? 16 : d / 2;
+        p.bias_size = 2;
+        p.softcap = k % 6 == 5 ? 20.0f : 0.0f;
+        p.sink_logits = k % 2;
+        p.adjacent = k & 1;
+        p.rotated = k != 4;
+        p.means = k != 6;
+        p.out_rotated = k % 3 == 2;
+        p.q_bf16 = k % 4 != 1;
+        p.bits_k = k == 9 ? 4 : k == 11 ? 3 : 2;
+        p.bits_v = k == 10 ? 3 : k == 9 ? 4 : 2;
+        run_case("prefill", p, 1e-3, false, true);
+    }
+    Problem p = make(d, 4, {3000});
+    p.n_q_tokens = 256;
+    p.ring = 512;
+    run_case("prefill", p, 1e-3, true, true);
+    printf("d %d prefill: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
 /* |b| of about 1,000 and logits 0.05 of it, so that several tokens share the softmax: an error of 0.01
  * in b is 5e-4 in the logits, and as much in the output, which has no mean to hide it. */
 static void test_large_bias(int d) {
@@ -331,12 +363,19 @@ int main(int argc, char **argv) {
             p.bits_k = 4;
             p.bits_v = 3;
             run_case("quick", p, 1e-3, true);
+            Problem c = make(d, 4, {200, 90});
+            c.n_kv_heads = 1;
+            c.n_q_tokens = 70;
+            c.n_tracked = 16;
+            c.bias_size = 2;
+            run_case("quick prefill", c, 1e-3, true, true);
             continue;
         }
         test_edges(d);
         test_groups(d);
         test_features(d);
         test_bits(d);
+        test_prefill(d);
         test_graph(d);
         test_large_bias(d);
         if (d == 128)
