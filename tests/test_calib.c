@@ -108,12 +108,21 @@ static void test_compose_is_orthogonal(void **state) {
     const int32_t dims[] = {16, 48, 64, 80, 96, 112, 128, 192, 256, 320};
     for (size_t t = 0; t < sizeof dims / sizeof *dims; t++) {
         int32_t d = dims[t];
-        double *c = calloc((size_t)d * (size_t)d, sizeof *c), *u = calloc((size_t)d * (size_t)d, sizeof *u);
+        size_t n = (size_t)d * (size_t)d;
+        double *c = calloc(n, sizeof *c), *metric = calloc(n, sizeof *c), *e = calloc(n, sizeof *e), *u = calloc(n, sizeof *u);
         random_covariance(d, 6, c);
-        oscar_error error;
-        assert_int_equal(calib_compose(d, c, u, &error), OSCAR_OK);
+        random_covariance(d, 3, metric);
+        assert_int_equal(calib_compose_zoo(d, c, u, NULL), OSCAR_OK);
         assert_true(orthogonality(d, NULL, u) < 1e-10);
+        for (int32_t with = 0; with < 2; with++) {
+            assert_int_equal(calib_basis(d, d / codec_group(d), c, with ? metric : NULL, e, NULL), OSCAR_OK);
+            assert_true(orthogonality(d, NULL, e) < 1e-10);
+            assert_int_equal(calib_compose(d, codec_group(d), e, u, NULL), OSCAR_OK);
+            assert_true(orthogonality(d, NULL, u) < 1e-10);
+        }
         free(c);
+        free(metric);
+        free(e);
         free(u);
     }
 }
@@ -128,7 +137,7 @@ static void test_compose_spreads_energy(void **state) {
         double *c = calloc((size_t)d * (size_t)d, sizeof *c), *u = calloc((size_t)d * (size_t)d, sizeof *u);
         double *m = calloc((size_t)d * (size_t)d, sizeof *m), mean = 0, least = INFINITY, most = 0;
         random_covariance(d, 6, c);
-        assert_int_equal(calib_compose(d, c, u, NULL), OSCAR_OK);
+        assert_int_equal(calib_compose_zoo(d, c, u, NULL), OSCAR_OK);
         assert_int_equal(calib_congruence(d, u, c, m, NULL), OSCAR_OK);
         for (int32_t i = 0; i < d; i++) {
             mean += c[i * d + i] / d;
@@ -140,6 +149,71 @@ static void test_compose_spreads_energy(void **state) {
         free(c);
         free(u);
         free(m);
+    }
+}
+
+/* An offset for every group of channels, in units of row length: what remains of x^T metric x, averaged
+ * over rows of covariance c, when each row's best offsets are taken off. */
+static double energy_left(int32_t d, const double *c, const double *metric, const double *u) {
+    int32_t group = codec_group(d), n_groups = d / group;
+    double *f = calloc((size_t)(d * n_groups), sizeof *f), *mf = calloc((size_t)(d * n_groups), sizeof *mf), left = 0;
+    for (int32_t i = 0; i < d; i++)
+        for (int32_t j = 0; j < d; j++) f[j / group * d + i] += u[i * d + j];
+    for (int32_t g = 0; g < n_groups; g++) { /* orthonormal in the metric */
+        for (int32_t before = 0; before <= g; before++)
+            for (int twice = 0; twice < 2; twice++) {
+                double dot = 0;
+                for (int32_t i = 0; i < d; i++) {
+                    mf[g * d + i] = 0;
+                    for (int32_t j = 0; j < d; j++) mf[g * d + i] += metric[i * d + j] * f[g * d + j];
+                }
+                for (int32_t i = 0; i < d; i++) dot += mf[g * d + i] * f[before * d + i];
+                for (int32_t i = 0; i < d; i++)
+                    f[g * d + i] = before < g ? f[g * d + i] - dot * f[before * d + i] : f[g * d + i] / sqrt(dot);
+            }
+    }
+    for (int32_t i = 0; i < d; i++)
+        for (int32_t j = 0; j < d; j++) {
+            left += c[i * d + j] * metric[i * d + j];
+            for (int32_t g = 0; g < n_groups; g++) left -= c[i * d + j] * mf[g * d + i] * mf[g * d + j];
+        }
+    free(f);
+    free(mf);
+    return left;
+}
+
+/* Offsets that lie along the directions calib_basis leads with take off the most that as many free
+ * numbers can: the largest eigenvalues of A c A, A = metric^1/2. No other rotation does better. */
+static void test_offsets_take_the_most(void **state) {
+    (void)state;
+    const int32_t dims[] = {64, 80, 96, 192, 256};
+    for (size_t t = 0; t < sizeof dims / sizeof *dims; t++) {
+        int32_t d = dims[t], n_groups = d / codec_group(d);
+        size_t n = (size_t)d * (size_t)d;
+        double *c = calloc(n, sizeof *c), *metric = calloc(n, sizeof *c), *e = calloc(n, sizeof *e), *u = calloc(n, sizeof *u);
+        double *a = calloc(n, sizeof *a), *values = calloc((size_t)d, sizeof *values), whole = 0;
+        random_covariance(d, 6, c);
+        random_covariance(d, 3, metric);
+        assert_int_equal(calib_eigenvectors(d, metric, values, e, NULL), OSCAR_OK);
+        for (int32_t i = 0; i < d; i++)
+            for (int32_t j = 0; j < d; j++)
+                for (int32_t k = 0; k < d; k++) a[i * d + j] += e[i * d + k] * e[j * d + k] * sqrt(values[k]);
+        assert_int_equal(calib_congruence(d, a, c, u, NULL), OSCAR_OK);
+        assert_int_equal(calib_eigenvectors(d, u, values, e, NULL), OSCAR_OK);
+        for (int32_t i = 0; i < d; i++) whole += values[i];
+        double best = whole;
+        for (int32_t g = 0; g < n_groups; g++) best -= values[d - 1 - g];
+        assert_int_equal(calib_basis(d, n_groups, c, metric, e, NULL), OSCAR_OK);
+        assert_int_equal(calib_compose(d, codec_group(d), e, u, NULL), OSCAR_OK);
+        assert_true(fabs(energy_left(d, c, metric, u) - best) < 1e-9 * whole);
+        assert_int_equal(calib_compose_zoo(d, metric, u, NULL), OSCAR_OK);
+        assert_true(energy_left(d, c, metric, u) > best + 0.01 * whole);
+        free(c);
+        free(metric);
+        free(e);
+        free(u);
+        free(a);
+        free(values);
     }
 }
 
@@ -170,7 +244,6 @@ static void test_sums(void **state) {
     part.step.n_tokens = 57;
     part.step.positions = r.positions + 33;
     part.step.q = r.q + 33 * 6 * 32;
-    part.step.out = r.out + 33 * 6 * 32;
     part.step.k = r.k + 33 * 2 * 32;
     part.step.v = r.v + 33 * 2 * 32;
     assert_int_equal(calib_add(c, 0, &part.step, NULL), OSCAR_OK);
@@ -178,16 +251,19 @@ static void test_sums(void **state) {
     for (int h = 0; h < 2; h++)
         for (int i = 0; i < 32; i++)
             for (int j = 0; j <= i; j++) {
-                double qq = 0, oo = 0, scale = 0;
-                for (int t = 0; t < 90; t++)
+                double qq = 0, vv = 0, q_scale = 0, v_scale = 0;
+                for (int t = 0; t < 90; t++) {
+                    const float *v = r.v + (t * 2 + h) * 32;
+                    vv += (double)v[i] * (double)v[j];
+                    v_scale += fabs((double)v[i] * (double)v[j]);
                     for (int g = 0; g < 3; g++) {
-                        const float *q = r.q + (t * 6 + h * 3 + g) * 32, *o = r.out + (q - r.q);
+                        const float *q = r.q + (t * 6 + h * 3 + g) * 32;
                         qq += (double)q[i] * (double)q[j];
-                        oo += (double)o[i] * (double)o[j];
-                        scale += fabs((double)q[i] * (double)q[j]) + fabs((double)o[i] * (double)o[j]);
+                        q_scale += fabs((double)q[i] * (double)q[j]);
                     }
-                assert_true(fabs(c->sums[0].qq[(h * 32 + i) * 32 + j] - qq) < 1e-6 * scale);
-                assert_true(fabs(c->sums[0].oo[(h * 32 + i) * 32 + j] - oo) < 1e-6 * scale);
+                }
+                assert_true(fabs(c->sums[0].qq[(h * 32 + i) * 32 + j] - qq) < 1e-6 * q_scale);
+                assert_true(fabs(c->sums[0].vv[(h * 32 + i) * 32 + j] - vv) < 1e-6 * v_scale);
             }
     calib_free(c);
     free_rows(&r);
@@ -219,6 +295,46 @@ static void test_key_mean_before_rope(void **state) {
         for (int i = 0; i < 32; i++) {
             assert_true(fabsf(fitted->layers[0].k_tracked[i] - mean[i]) < 1e-5f);
             assert_true(fitted->layers[0].k_mean[i] == 0);
+        }
+        oscar_rotations_free(fitted);
+        calib_free(c);
+        free_rows(&r);
+    }
+}
+
+/* The covariance of keys about their tracked mean, from streamed sums, against a second pass over the
+ * rows: large means, both layouts, a part of the dims under RoPE, a magnitude. */
+static void test_covariance_about_tracked_mean(void **state) {
+    (void)state;
+    const int32_t layouts[] = {OSCAR_ROPE_ADJACENT, OSCAR_ROPE_HALF_SPLIT}, n = 400;
+    for (int l = 0; l < 2; l++) {
+        oscar_layer layer = make_layer(32, 2, 2, layouts[l], 24, 1.4f);
+        rows r = make_rows(&layer, n);
+        fill_rows(&layer, &r, 6);
+        calib *c;
+        oscar_rotations *fitted;
+        assert_int_equal(calib_new(&c, &layer, 1, NULL), OSCAR_OK);
+        assert_int_equal(calib_add(c, 0, &r.step, NULL), OSCAR_OK);
+        assert_int_equal(calib_fit(c, 12, &fitted, NULL), OSCAR_OK);
+        for (int h = 0; h < 2; h++) {
+            double want[32 * 32] = {0}, got[32 * 32], angles[OSCAR_MAX_HEAD_DIM], trace = 0;
+            for (int t = 0; t < n; t++) {
+                float mean[32];
+                double rest[32];
+                memcpy(mean, fitted->layers[0].k_tracked + h * 32, sizeof mean);
+                rope_angles(&layer.rope, r.positions[t], angles);
+                rope_turn(&layer.rope, angles, false, mean);
+                for (int i = 0; i < 32; i++) {
+                    double tracked = i < 24 ? 1.4 * (double)mean[i] : (double)fitted->layers[0].k_mean[h * 32 + i];
+                    rest[i] = (double)r.k[(t * 2 + h) * 32 + i] - tracked;
+                }
+                for (int i = 0; i < 32; i++)
+                    for (int j = 0; j < 32; j++) want[i * 32 + j] += rest[i] * rest[j] / n;
+            }
+            for (int i = 0; i < 32; i++) trace += want[i * 33];
+            assert_int_equal(calib_key_covariance(c, 0, h, got, NULL), OSCAR_OK);
+            for (int i = 0; i < 32; i++)
+                for (int j = 0; j < 32; j++) assert_true(fabs(got[i * 32 + j] - want[i * 32 + j]) < 1e-5 * trace);
         }
         oscar_rotations_free(fitted);
         calib_free(c);
@@ -353,11 +469,11 @@ static void test_degenerate(void **state) {
 static void test_refuses_nan(void **state) {
     (void)state;
     oscar_layer layer = make_layer(32, 2, 2, OSCAR_ROPE_HALF_SPLIT, 32, 1);
-    for (int what = 0; what < 4; what++) {
+    for (int what = 0; what < 3; what++) {
         rows r = make_rows(&layer, 20);
         fill_rows(&layer, &r, 0);
-        float *arrays[] = {r.q, r.k, r.v, r.out};
-        arrays[what][(7 * (what == 0 || what == 3 ? 4 : 2) + 1) * 32 + 3] = what % 2 ? INFINITY : NAN;
+        float *arrays[] = {r.q, r.k, r.v};
+        arrays[what][(7 * (what == 0 ? 4 : 2) + 1) * 32 + 3] = what % 2 ? INFINITY : NAN;
         calib *c;
         oscar_error error;
         assert_int_equal(calib_new(&c, &layer, 1, NULL), OSCAR_OK);
@@ -450,7 +566,8 @@ int main(void) {
     random_state = rng_seed("test_calib", 20260517);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_compose_is_orthogonal), cmocka_unit_test(test_compose_spreads_energy),
-        cmocka_unit_test(test_bit_reversal),          cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_offsets_take_the_most), cmocka_unit_test(test_bit_reversal),
+        cmocka_unit_test(test_sums),                  cmocka_unit_test(test_covariance_about_tracked_mean),
         cmocka_unit_test(test_key_mean_before_rope),  cmocka_unit_test(test_tracked_mean_is_exact),
         cmocka_unit_test(test_tracked_order),         cmocka_unit_test(test_degenerate),
         cmocka_unit_test(test_refuses_nan),           cmocka_unit_test(test_per_head_beats_shared),

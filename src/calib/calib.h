@@ -25,8 +25,21 @@ void calib_single_thread_blas(void);
  * Errors: NOT_FINITE, MEMORY, INTERNAL. */
 oscar_status calib_eigenvectors(int32_t d, const double *a, double *values, double *vectors,
                                 oscar_error *error);
-/* U = E H P for the covariance c [d, d]: see docs/METHOD.md. u: [d, d]. */
-oscar_status calib_compose(int32_t d, const double *c, double *u, oscar_error *error);
+/* Orthonormal directions as the columns of e [d, d], what a row should keep best first. c [d, d] is
+ * the covariance of the rows, `metric` [d, d] weighs their errors (NULL: all directions alike). First
+ * the n_lead directions along which one free number a row removes most of the rows' metric energy,
+ * that is A^-1 v for the first eigenvectors v of A c A, A = metric^1/2; then the eigenvectors of the
+ * metric (without one: of c), eigenvalues falling. Of c and metric the lower triangles are read.
+ * Errors: NOT_FINITE, MEMORY, INTERNAL. */
+oscar_status calib_basis(int32_t d, int32_t n_lead, const double *c, const double *metric, double *e,
+                         oscar_error *error);
+/* The rotation of the default recipe, u = e Q [d, d]: Q [d, d] spreads the directions e [d, d] over
+ * the channels so that the first d/group of them are constant within groups of `group` channels
+ * (a divisor of d). A row's offsets lie along these. Errors: MEMORY. */
+oscar_status calib_compose(int32_t d, int32_t group, const double *e, double *u, oscar_error *error);
+/* The published composition U = E H P for the covariance c [d, d], see docs/METHOD.md. u: [d, d].
+ * Errors: NOT_FINITE, MEMORY, INTERNAL. */
+oscar_status calib_compose_zoo(int32_t d, const double *c, double *u, oscar_error *error);
 /* perm [d] of the columns: perm[br(i)] = the column with the i-th largest eigenvalue, br = bit
  * reversal; for other than powers of two, the reversal of the next one without what is >= d. */
 void calib_bit_reversal(int32_t d, int32_t *perm);
@@ -55,17 +68,24 @@ void rope_turn(const oscar_rope *rope, const double *cos_sin, bool inverse, floa
  * Sums
  */
 
-/* Sums of one layer; H = n_kv_heads, d = head_dim. Covariances: lower triangles. */
+/* Sums of one layer; H = n_kv_heads, d = head_dim. Squares: lower triangles. */
 typedef struct calib_sums {
     int64_t n_tokens;
     double *qq;    /* [H, d, d] sum of q^T q over tokens and the query heads of the KV head */
-    double *oo;    /* [H, d, d] the same of the attention output rows, before W_O */
+    double *kz;    /* [H, d + m, d + m] sum of z^T z, z = (key after RoPE, cosine and sine of every pair,
+                      1), m = n_dims + 1: what the covariance about a tracked mean is made of */
+    double *vv;    /* [H, d, d] sum of v^T v */
     double *k;     /* [H, d] sum of keys after RoPE */
     double *k_pre; /* [H, d] sum of R_{-t} k_t / magnitude: keys before RoPE (dims < n_dims) */
     double *v;     /* [H, d] */
     double *zoo_vv; /* [d, d] sum of v^T v weighted by k C_Q k^T, the weights of each KV head summing
                        to 1 in each step: the value covariance of the published recipe */
 } calib_sums;
+
+/* d + m of `kz`. */
+static inline size_t calib_kz_width(const oscar_layer *shape) {
+    return (size_t)shape->head_dim + (size_t)shape->rope.n_dims + 1;
+}
 
 typedef struct calib {
     int32_t n_layers;
@@ -78,7 +98,7 @@ typedef struct calib {
 /* Copies the geometry. Errors: ARGUMENT, MEMORY. */
 oscar_status calib_new(calib **out, const oscar_layer *layers, int32_t n_layers, oscar_error *error);
 void calib_free(calib *c); /* NULL is allowed */
-/* Adds one step of one layer, with step->out filled in.
+/* Adds one step of one layer: its queries, keys and values.
  * Errors: NOT_FINITE (position: token index), MEMORY; the sums are of no use afterwards. */
 oscar_status calib_add(calib *c, int32_t layer, const oscar_step *step, oscar_error *error);
 
@@ -86,12 +106,13 @@ oscar_status calib_add(calib *c, int32_t layer, const oscar_step *step, oscar_er
 bool step_read_q(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out);
 bool step_read_k(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out);
 bool step_read_v(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out);
-bool step_read_out(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out);
 
 /* ------------------------------------------------------------------------------------------------
  * Rotations from sums
  */
 
+/* Covariance of a head's keys about their mean, all pairs tracked: out [d, d]. Errors: MEMORY. */
+oscar_status calib_key_covariance(const calib *c, int32_t layer, int32_t head, double *out, oscar_error *error);
 /* The default recipe with n_tracked pairs for every layer (fewer where a layer has fewer), 2 bits,
  * LDLQ and gain on. Errors: ARGUMENT (no tokens), NOT_FINITE, MEMORY. */
 oscar_status calib_fit(const calib *c, int32_t n_tracked, oscar_rotations **out, oscar_error *error);

@@ -1,4 +1,5 @@
 /* Rotations, metrics and means from the sums of a calibration. */
+#include <cblas.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -34,22 +35,72 @@ static void narrow(size_t n, const double *from, float *to) {
     for (size_t i = 0; i < n; i++) to[i] = (float)from[i];
 }
 
+/* Where the mean of a key at angles c = (cosine and sine of every pair, 1) is: mean [d] = w [d, m] c.
+ * Every pair is tracked; dims that RoPE leaves alone have a static mean. */
+static void mean_weights(const oscar_layer *shape, const calib_sums *sums, size_t at, double *w) {
+    int32_t d = shape->head_dim, m = shape->rope.n_dims + 1;
+    double scale = 1 / (double)sums->n_tokens, turned = scale * (double)shape->rope.magnitude;
+    for (int32_t i = 0; i < d; i++) w[i * m + m - 1] = sums->k[at + (size_t)i] * scale;
+    for (int32_t f = 0; f < shape->rope.n_dims / 2; f++) {
+        int32_t i = rope_first(&shape->rope, f), j = rope_second(&shape->rope, f);
+        double x = sums->k_pre[at + (size_t)i] * turned, y = sums->k_pre[at + (size_t)j] * turned;
+        w[i * m + m - 1] = w[j * m + m - 1] = 0;
+        w[i * m + 2 * f] = x;
+        w[i * m + 2 * f + 1] = -y;
+        w[j * m + 2 * f] = y;
+        w[j * m + 2 * f + 1] = x;
+    }
+}
+
+/* With z = (k, c) and P = (I, -w), the sum of (P z)^T (P z) is P (sum of z^T z) P^T. */
+oscar_status calib_key_covariance(const calib *c, int32_t layer, int32_t head, double *out, oscar_error *error) {
+    const oscar_layer *shape = &c->layers[layer];
+    int32_t d = shape->head_dim, m = shape->rope.n_dims + 1, width = d + m;
+    double *w = aligned_calloc((size_t)d * (size_t)(m + 2 * width), sizeof *w);
+    if (!w) return no_memory(layer, error);
+    double *p = w + d * m, *product = p + d * width;
+    mean_weights(shape, &c->sums[layer], (size_t)head * (size_t)d, w);
+    for (int32_t i = 0; i < d; i++) {
+        p[i * width + i] = 1;
+        for (int32_t j = 0; j < m; j++) p[i * width + d + j] = -w[i * m + j];
+    }
+    const double *zz = c->sums[layer].kz + (size_t)head * (size_t)width * (size_t)width;
+    cblas_dsymm(CblasRowMajor, CblasRight, CblasLower, d, width, 1, zz, width, p, width, 0, product, width);
+    cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, d, d, width, 1, product, width, p, width, 0, out, d);
+    for (int32_t i = 0; i < d * d; i++) out[i] /= (double)c->sums[layer].n_tokens;
+    aligned_free(w);
+    return OSCAR_OK;
+}
+
+static void value_covariance(const calib *c, int32_t layer, int32_t head, double *out) {
+    int32_t d = c->layers[layer].head_dim;
+    const double *vv = c->sums[layer].vv + (size_t)head * (size_t)d * (size_t)d;
+    const double *v = c->sums[layer].v + (size_t)head * (size_t)d, n = (double)c->sums[layer].n_tokens;
+    for (int32_t i = 0; i < d; i++)
+        for (int32_t j = 0; j <= i; j++) out[i * d + j] = vv[i * d + j] / n - v[i] / n * (v[j] / n);
+}
+
 /* Key and value rotation and key metric of one head. */
 static oscar_status fit_head(const calib *c, int32_t layer, int32_t head, rotations_layer *out,
                              oscar_error *error) {
-    int32_t d = c->layers[layer].head_dim;
+    int32_t d = c->layers[layer].head_dim, group = codec_group(d);
     size_t square = (size_t)d * (size_t)d, at = (size_t)head * square;
-    double *u = aligned_calloc(square, sizeof *u);
-    if (!u) return no_memory(layer, error);
+    double *work = aligned_calloc(3 * square, sizeof *work);
+    if (!work) return no_memory(layer, error);
+    double *e = work + square, *u = work + 2 * square;
     const double *qq = c->sums[layer].qq + at;
-    oscar_status status = calib_compose(d, qq, u, error);
+    oscar_status status = calib_key_covariance(c, layer, head, work, error);
+    if (status == OSCAR_OK) status = calib_basis(d, d / group, work, qq, e, error);
+    if (status == OSCAR_OK) status = calib_compose(d, group, e, u, error);
     if (status == OSCAR_OK) {
         narrow(square, u, out->k_rotation + at);
         status = fit_metric(d, u, qq, out->k_metric_b + at, out->k_metric_d + (size_t)head * (size_t)d, error);
     }
-    if (status == OSCAR_OK) status = calib_compose(d, c->sums[layer].oo + at, u, error);
+    value_covariance(c, layer, head, work);
+    if (status == OSCAR_OK) status = calib_basis(d, 0, work, NULL, e, error);
+    if (status == OSCAR_OK) status = calib_compose(d, group, e, u, error);
     if (status == OSCAR_OK) narrow(square, u, out->v_rotation + at);
-    aligned_free(u);
+    aligned_free(work);
     return status;
 }
 
@@ -179,10 +230,10 @@ static oscar_status fit_zoo_layer(const calib *c, int32_t layer, int32_t unused,
     if (status == OSCAR_OK) {
         for (size_t h = 0; h < heads; h++)
             for (size_t i = 0; i < square; i++) sum[i] += c->sums[layer].qq[h * square + i];
-        status = calib_compose((int32_t)d, sum, sum + square, error);
+        status = calib_compose_zoo((int32_t)d, sum, sum + square, error);
     }
     for (size_t h = 0; status == OSCAR_OK && h < heads; h++) narrow(square, sum + square, out->k_rotation + h * square);
-    if (status == OSCAR_OK) status = calib_compose((int32_t)d, c->sums[layer].zoo_vv, sum + square, error);
+    if (status == OSCAR_OK) status = calib_compose_zoo((int32_t)d, c->sums[layer].zoo_vv, sum + square, error);
     for (size_t h = 0; status == OSCAR_OK && h < heads; h++) narrow(square, sum + square, out->v_rotation + h * square);
     aligned_free(sum);
     return status;

@@ -84,7 +84,7 @@ static int32_t dealt_column(int32_t d, int32_t block, int32_t j) {
     return (j % block) * n_blocks + j / block;
 }
 
-oscar_status calib_compose(int32_t d, const double *c, double *u, oscar_error *error) {
+oscar_status calib_compose_zoo(int32_t d, const double *c, double *u, oscar_error *error) {
     size_t n = (size_t)d * (size_t)d;
     double *values = aligned_calloc((size_t)d, sizeof *values);
     double *e = aligned_calloc(3 * n, sizeof *e);
@@ -114,6 +114,85 @@ done:
     aligned_free(e);
     aligned_free(hadamard);
     aligned_free(perm);
+    return status;
+}
+
+/* Adds `row` [d], cleared of the n_rows orthonormal rows of q [.., d], to q as one more; a row that
+ * lies in their span is left out. Returns the number of rows. */
+static int32_t append_row(int32_t d, int32_t n_rows, double *row, double *q) {
+    double whole = cblas_dnrm2(d, row, 1);
+    if (n_rows == d || !(whole > 0)) return n_rows;
+    for (int32_t twice = 0; twice < 2; twice++) /* once more for what rounding left */
+        for (int32_t k = 0; k < n_rows; k++)
+            cblas_daxpy(d, -cblas_ddot(d, q + k * d, 1, row, 1), q + k * d, 1, row, 1);
+    double rest = cblas_dnrm2(d, row, 1);
+    if (rest < 1e-6 * whole) return n_rows;
+    for (int32_t i = 0; i < d; i++) q[n_rows * d + i] = row[i] / rest;
+    return n_rows + 1;
+}
+
+/* Orthonormal rows q [d, d] that spread evenly over the channels, the first d/group of them constant
+ * within every group: the groups' own directions mixed by a Hadamard matrix, then the rows of a (block)
+ * Hadamard matrix, dealt from its blocks in turn. h [d, d] and row [d] are scratch. */
+static void grouped_rows(int32_t d, int32_t group, float *h, double *row, double *q) {
+    int32_t n_groups = d / group, n_rows = 0, block = d & -d;
+    rotations_hadamard_matrix(n_groups, h);
+    for (int32_t r = 0; r < n_groups; r++) {
+        for (int32_t i = 0; i < d; i++) row[i] = (double)h[r * n_groups + i / group];
+        n_rows = append_row(d, n_rows, row, q);
+    }
+    rotations_hadamard_matrix(d, h);
+    for (int32_t j = 0; j < d; j++) {
+        int32_t from = j % (d / block) * block + j / (d / block);
+        for (int32_t i = 0; i < d; i++) row[i] = (double)h[from * d + i];
+        n_rows = append_row(d, n_rows, row, q);
+    }
+}
+
+oscar_status calib_compose(int32_t d, int32_t group, const double *e, double *u, oscar_error *error) {
+    size_t n = (size_t)d * (size_t)d;
+    double *q = aligned_calloc(n + (size_t)d, sizeof *q);
+    float *h = aligned_calloc(n, sizeof *h);
+    oscar_status status = OSCAR_OK;
+    if (q && h) {
+        grouped_rows(d, group, h, q + n, q);
+        cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, d, d, d, 1, e, d, q, d, 0, u, d);
+    } else {
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for a %d x %d rotation", d, d);
+    }
+    aligned_free(q);
+    aligned_free(h);
+    return status;
+}
+
+oscar_status calib_basis(int32_t d, int32_t n_lead, const double *c, const double *metric, double *e,
+                         oscar_error *error) {
+    size_t n = (size_t)d * (size_t)d;
+    double *work = aligned_calloc(4 * n + 3 * (size_t)d, sizeof *work);
+    if (!work) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for a %d x %d basis", d, d);
+    double *vectors = work, *root = work + n, *lead = work + 2 * n, *q = work + 3 * n;
+    double *values = work + 4 * n, *row = values + d, *half = row + d;
+    int32_t n_rows = 0;
+    oscar_status status = calib_eigenvectors(d, metric ? metric : c, values, vectors, error);
+    if (status == OSCAR_OK && metric) {
+        for (int32_t i = 0; i < d; i++)
+            for (int32_t j = 0; j < d; j++) q[i * d + j] = vectors[i * d + j] * sqrt(fmax(values[j], 0));
+        cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, d, d, d, 1, q, d, vectors, d, 0, root, d);
+        status = calib_congruence(d, root, c, q, error);
+        if (status == OSCAR_OK) status = calib_eigenvectors(d, q, values, lead, error);
+        for (int32_t r = 0; r < n_lead && status == OSCAR_OK; r++) {
+            cblas_dgemv(CblasRowMajor, CblasNoTrans, d, d, 1, root, d, lead + d - 1 - r, d, 0, half, 1);
+            cblas_dsymv(CblasRowMajor, CblasLower, d, 1, c, d, half, 1, 0, row, 1);
+            n_rows = append_row(d, n_rows, row, q);
+        }
+    }
+    for (int32_t j = d - 1; j >= 0 && status == OSCAR_OK; j--) {
+        for (int32_t i = 0; i < d; i++) row[i] = vectors[i * d + j];
+        n_rows = append_row(d, n_rows, row, q);
+    }
+    for (int32_t i = 0; i < d; i++)
+        for (int32_t j = 0; j < d; j++) e[i * d + j] = q[j * d + i];
+    aligned_free(work);
     return status;
 }
 

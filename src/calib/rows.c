@@ -54,13 +54,6 @@ bool step_read_q(const oscar_layer *shape, const oscar_step *step, int32_t token
     return row_finite(d, out);
 }
 
-bool step_read_out(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out) {
-    int32_t d = shape->head_dim;
-    int64_t at = offset_of(token, head, shape->n_q_heads, d, step->out_token_stride, step->out_head_stride);
-    memcpy(out, step->out + at, (size_t)d * sizeof *out);
-    return row_finite(d, out);
-}
-
 bool step_read_k(const oscar_layer *shape, const oscar_step *step, int32_t token, int32_t head, float *out) {
     int32_t d = shape->head_dim;
     int64_t at = offset_of(token, head, shape->n_kv_heads, d, step->k_token_stride, step->k_head_stride);
