@@ -98,7 +98,8 @@ static inline void chain_row(const world *w, const chain *c, int i, int layer, i
     int heads = side == 2 ? w->layers[layer].n_q_heads : w->layers[layer].n_kv_heads;
     uint64_t rng = mix(c->hash[i], (uint64_t)(layer * 3 + side + 1)) | 1;
     for (int j = 0; j < heads * w->layers[layer].head_dim; j++) out[j] = (float)rng_uniform(&rng) - 0.5f;
-    if (c->variant[i] && side < 2) out[3] += 0.25f;
+    if (c->variant[i] == 1 && side < 2) out[3] += 0.25f;
+    if (c->variant[i] == 2 && side < 2) out[3] *= 1.006f; /* often another BF16 number and the same codes */
 }
 
 /* What the cache must make of token i. */
@@ -183,7 +184,7 @@ static inline uint64_t held_overlay(const oscar_cache *cache, int32_t seq, int p
                 const cache_layer *layer = &cache->layers[l];
                 int d = layer->shape.head_dim;
                 const uint16_t *rows = side ? layer_overlay_values(layer, page, h) : layer_overlay_keys(layer, page, h);
-                for (int i = 0; i < d; i++) hash = digest(hash, rows + (side ? slot * d + i : i * 64 + slot), sizeof *rows);
+                for (int i = 0; i < d; i++) hash = digest(hash, rows + page_bf16_at(side ? PAGE_VALUE : PAGE_KEY, d, slot, i), sizeof *rows);
             }
     return hash;
 }

@@ -143,6 +143,42 @@ static void test_keys(void **state) {
     world_close(&w);
 }
 
+/* Rows of equal tokens that differ, in their codes or in their BF16 numbers alone, stay what they are. */
+static void test_unequal_rows(void **state) {
+    (void)state;
+    for (int variant = 1; variant <= 2; variant++) {
+        world w;
+        world_init(&w, 1);
+        oscar_cache_options o = world_options(&w, 3, 40);
+        world_open(&w, &o);
+        chain *a = prompt(&w, 6, 200, 0, 200), *b = malloc(sizeof *b);
+        *b = *a;
+        int t = 70;
+        bool same_codes = false, same_rows = true;
+        for (; t < 128 && (variant == 2 ? !same_codes || same_rows : same_codes || same_rows); t++) {
+            b->variant[t - 1] = 0, chain_expect(&w, b, t - 1);
+            b->variant[t] = (uint8_t)variant, chain_expect(&w, b, t);
+            same_codes = b->history[t] == a->history[t], same_rows = b->overlay[t] == a->overlay[t];
+        }
+        assert_in_range(t, 71, 127);
+        assert_true(chain_feed(&w, 0, a, 200, true));
+        assert_true(chain_feed(&w, 1, b, 200, true));
+        chain_check(w.cache, 0, a);
+        chain_check(w.cache, 1, b);
+        assert_int_equal(stats_of(w.cache).pages_shared, 1);
+        assert_int_equal(stats_of(w.cache).pages_unequal, 1); /* what follows it has another parent */
+        chain *c = malloc(sizeof *c);
+        *c = *b;
+        c->known = c->low = 0;
+        assert_true(chain_feed(&w, 2, c, 200, true)); /* equal to the second */
+        assert_int_equal(stats_of(w.cache).pages_shared, 3);
+        chain_check(w.cache, 2, c);
+        check_inside(w.cache);
+        free(a), free(b), free(c);
+        world_close(&w);
+    }
+}
+
 /* Rows without ids are not shared, nor what follows; ids of a step that was not counted in are not
  * believed. */
 static void test_unknown_tokens(void **state) {
@@ -586,7 +622,7 @@ static void test_arguments(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sixteen_prompts), cmocka_unit_test(test_equal_hashes),
-        cmocka_unit_test(test_keys),            cmocka_unit_test(test_unknown_tokens),
+        cmocka_unit_test(test_keys),            cmocka_unit_test(test_unequal_rows),     cmocka_unit_test(test_unknown_tokens),
         cmocka_unit_test(test_prefix_again),    cmocka_unit_test(test_window_rows),
         cmocka_unit_test(test_eviction),        cmocka_unit_test(test_exhaustion),
         cmocka_unit_test(test_many_requests),   cmocka_unit_test(test_memory),

@@ -100,7 +100,7 @@ typedef struct cache_layer {
     size_t history_offset;         /* of KV head 0 in a history page */
     size_t history_head_bytes;
     size_t history_value_offset;   /* of the values, from the head's start */
-    size_t overlay_offset;         /* keys [d][64], then values [64][d], bf16 */
+    size_t overlay_offset;         /* keys, then values, bf16: page_bf16_at() */
     size_t overlay_head_bytes;
     int32_t rope;                  /* index of the rope_table */
     const rotations_layer *fit;    /* NULL in exact mode */

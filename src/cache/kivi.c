@@ -10,7 +10,7 @@ static void quantise_channel(const uint16_t *const *pages, int32_t n_pages, floa
     float low = bf16_to_float(pages[0][0]), high = low;
     for (int32_t p = 0; p < n_pages; p++)
         for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++) {
-            float x = bf16_to_float(pages[p][t]);
+            float x = bf16_to_float(pages[p][2 * t]);
             low = x < low ? x : low;
             high = x > high ? x : high;
         }
@@ -18,7 +18,7 @@ static void quantise_channel(const uint16_t *const *pages, int32_t n_pages, floa
     float offset = fp16_to_float(fp16_from_float(low));
     for (int32_t p = 0; p < n_pages; p++)
         for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++) {
-            float c = step > 0 ? (bf16_to_float(pages[p][t]) - offset) / step + 0.5f : 0.0f;
+            float c = step > 0 ? (bf16_to_float(pages[p][2 * t]) - offset) / step + 0.5f : 0.0f;
             c = c < 0 ? 0 : c > (float)levels ? (float)levels : c;
             out[p][t] = offset + step * (float)(int)c;
         }
@@ -35,7 +35,7 @@ static void quantise_group(oscar_cache *cache, const cache_seq *seq, int32_t fir
             for (int32_t p = 0; p < n_pages; p++) {
                 uint8_t *overlay = pool_page(&cache->overlay, seq->overlay[first_page + p]);
                 uint8_t *history = pool_page(&cache->history, seq->history[first_page + p]);
-                from[p] = layer_overlay_keys(layer, overlay, h) + (size_t)i * OSCAR_PAGE_TOKENS;
+                from[p] = layer_overlay_keys(layer, overlay, h) + page_bf16_at(PAGE_KEY, d, 0, i);
                 to[p] = (float *)(void *)layer_history(layer, history, h) + (size_t)i * OSCAR_PAGE_TOKENS;
             }
             quantise_channel(from, n_pages, to, levels);

@@ -206,13 +206,14 @@ static size_t move_overlay_row(const oscar_cache *cache, const cache_seq *s, con
     int32_t d = layer->shape.head_dim, slot = (int32_t)(position % OSCAR_PAGE_TOKENS);
     if (s->overlay[position / OSCAR_PAGE_TOKENS] == NO_PAGE) return (size_t)d * sizeof(uint16_t);
     uint8_t *page = pool_page(&cache->overlay, s->overlay[position / OSCAR_PAGE_TOKENS]);
-    uint16_t *rows = side ? layer_overlay_values(layer, page, head) + slot * d : layer_overlay_keys(layer, page, head) + slot;
-    int32_t stride = side ? 1 : OSCAR_PAGE_TOKENS;
+    page_side_kind kind = side ? PAGE_VALUE : PAGE_KEY;
+    uint16_t *rows = side ? layer_overlay_values(layer, page, head) : layer_overlay_keys(layer, page, head);
     for (int32_t i = 0; i < d; i++) {
+        uint16_t *at = rows + page_bf16_at(kind, d, slot, i);
         if (save)
-            memcpy(bytes + 2 * i, rows + i * stride, 2);
+            memcpy(bytes + 2 * i, at, 2);
         else
-            memcpy(rows + i * stride, bytes + 2 * i, 2);
+            memcpy(at, bytes + 2 * i, 2);
     }
     return (size_t)d * sizeof(uint16_t);
 }

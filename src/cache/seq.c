@@ -136,7 +136,8 @@ static void find_overlay(oscar_cache *cache, cache_seq *s) {
     int32_t keep = low > 0 ? (int32_t)(low / OSCAR_PAGE_TOKENS) : 0;
     for (int32_t b = (int32_t)((s->recent_low - 1) / OSCAR_PAGE_TOKENS); s->recent_low > 0 && b >= keep; b--) {
         int32_t page = cache->history.kept[s->history[b]] ? cache->index.notes[s->history[b]].overlay : NO_PAGE;
-        if (page == NO_PAGE) return;
+        /* Rows of its own, not all of them: those are kept. */
+        if (page == NO_PAGE || (s->overlay[b] != NO_PAGE && s->overlay[b] != page)) return;
         if (s->overlay[b] == NO_PAGE) {
             pool_ref(&cache->overlay, page);
             s->overlay[b] = page;

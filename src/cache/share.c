@@ -54,7 +54,7 @@ void share_destroy(oscar_cache *cache) {
     aligned_free(cache->index.found);
 }
 
-static int32_t *bucket_of(page_index *index, uint64_t hash) {
+static int32_t *bucket_of(const page_index *index, uint64_t hash) {
     return &index->buckets[hash & (uint64_t)(index->n_buckets - 1)];
 }
 
@@ -118,13 +118,34 @@ static bool has_key(const page_index *index, int32_t page, const page_key *key) 
            memcmp(index->tokens + (size_t)page * OSCAR_PAGE_TOKENS, key->tokens, OSCAR_PAGE_TOKENS * sizeof(int32_t)) == 0;
 }
 
-/* The page that came last of those with this key; with `like`, of those whose bytes are that page's. */
-static int32_t find_page(oscar_cache *cache, const page_key *key, int32_t like, bool *unequal) {
-    page_index *index = &cache->index;
-    const page_pool *pool = &cache->history;
-    for (int32_t p = *bucket_of(index, key->hash); p != NO_PAGE; p = index->notes[p].next) {
+/* The page that came last of those with this key. */
+static int32_t find_page(const oscar_cache *cache, const page_key *key) {
+    const page_index *index = &cache->index;
+    int32_t p = *bucket_of(index, key->hash);
+    while (p != NO_PAGE && !has_key(index, p, key)) p = index->notes[p].next;
+    return p;
+}
+
+/* Whether the sequence's overlay page b has all its 64 rows. */
+static bool is_whole(const oscar_cache *cache, const cache_seq *seq, int32_t b) {
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
+    return seq->recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink;
+}
+
+static bool same_bytes(const page_pool *pool, int32_t a, int32_t b) {
+    return a == b || memcmp(pool_page(pool, a), pool_page(pool, b), pool->page_bytes) == 0;
+}
+
+/* A page with this key and the bytes of the sequence's page b, BF16 rows included where both have them. */
+static int32_t find_equal(const oscar_cache *cache, const page_key *key, const cache_seq *seq, int32_t b, bool *unequal) {
+    const page_index *index = &cache->index;
+    int32_t overlay = cache->has_overlay && is_whole(cache, seq, b) ? seq->overlay[b] : NO_PAGE;
+    for (int32_t p = find_page(cache, key); p != NO_PAGE; p = index->notes[p].next) {
         if (!has_key(index, p, key)) continue;
-        if (like == NO_PAGE || memcmp(pool_page(pool, p), pool_page(pool, like), pool->page_bytes) == 0) return p;
+        int32_t theirs = index->notes[p].overlay;
+        if (same_bytes(&cache->history, p, seq->history[b]) &&
+            (overlay == NO_PAGE || theirs == NO_PAGE || same_bytes(&cache->overlay, theirs, overlay)))
+            return p;
         *unequal = true;
     }
     return NO_PAGE;
@@ -141,17 +162,16 @@ static void add_page(oscar_cache *cache, int32_t page, const page_key *key) {
 
 /* --------------------------------------------------------------------------------------- complete */
 
-/* One BF16 page for each page of the index: the sequence's becomes it, or is replaced by it. */
+/* One whole BF16 page for each page of the index: the sequence's becomes it, or is replaced by it. */
 static void share_overlay(oscar_cache *cache, cache_seq *seq, int32_t b) {
     page_note *note = &cache->index.notes[seq->history[b]];
     int32_t *own = &seq->overlay[b];
-    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
-    if (!cache->has_overlay || *own == NO_PAGE || *own == note->overlay) return;
+    if (!cache->has_overlay || *own == NO_PAGE || *own == note->overlay || !is_whole(cache, seq, b)) return;
     if (note->overlay != NO_PAGE) {
         pool_ref(&cache->overlay, note->overlay);
         pool_unref(&cache->overlay, *own);
         *own = note->overlay;
-    } else if (seq->recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink) { /* all 64 rows are there */
+    } else {
         note->overlay = *own;
         cache->index.overlay_owner[*own] = seq->history[b];
         pool_keep(&cache->overlay, *own);
@@ -170,7 +190,7 @@ void share_completed(oscar_cache *cache, cache_seq *seq, int64_t begin, int64_t 
         page_key key = key_after(cache, parent, seq->salt, (int64_t)b * OSCAR_PAGE_TOKENS,
                                  index->tokens + (size_t)own * OSCAR_PAGE_TOKENS);
         bool unequal = false;
-        int32_t page = find_page(cache, &key, own, &unequal);
+        int32_t page = find_equal(cache, &key, seq, b, &unequal);
         if (page == NO_PAGE) {
             add_page(cache, own, &key);
             index->n_misses++;
@@ -191,11 +211,10 @@ void share_completed(oscar_cache *cache, cache_seq *seq, int64_t begin, int64_t 
 static int32_t find_prefix(oscar_cache *cache, uint64_t salt, const int32_t *tokens, int32_t most) {
     page_index *index = &cache->index;
     int32_t parent = NO_PAGE, n = 0;
-    bool unequal;
     for (; n < most; n++) {
         const int32_t *ids = tokens + (size_t)n * OSCAR_PAGE_TOKENS;
         page_key key = key_after(cache, parent, salt, (int64_t)n * OSCAR_PAGE_TOKENS, ids);
-        parent = find_page(cache, &key, NO_PAGE, &unequal);
+        parent = find_page(cache, &key);
         if (parent == NO_PAGE) break;
         index->found[n] = parent;
     }

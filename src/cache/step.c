@@ -247,7 +247,7 @@ static void load_row(const oscar_step *in, int side, int32_t token, int32_t head
     }
     const uint16_t *half = (const uint16_t *)base + at;
     if (in->kv_dtype == OSCAR_DTYPE_F16)
-        for (int32_t i = 0; i < d; i++) row[i] = fp16_to_float(half[i]);
+        attn_ops_current()->widen_half(d, half, row);
     else
         for (int32_t i = 0; i < d; i++) row[i] = bf16_to_float(half[i]);
 }
@@ -363,11 +363,11 @@ static void put_overlay(const oscar_cache *cache, const step_segment *segment, i
     const uint16_t *row = s->rows[side] + at * (size_t)d;
     uint8_t *page = pool_page(&cache->overlay, cache->seqs[segment->seq].overlay[segment->page]);
     if (side == 0) {
-        uint16_t *keys = layer_overlay_keys(layer, page, head);
-        for (int32_t i = 0; i < d; i++) keys[i * OSCAR_PAGE_TOKENS + slot] = row[i];
+        uint16_t *keys = layer_overlay_keys(layer, page, head) + page_bf16_at(PAGE_KEY, d, slot, 0);
+        for (int32_t i = 0; i < d; i += 2) memcpy(keys + i * OSCAR_PAGE_TOKENS, row + i, 2 * sizeof *keys);
     } else {
-        uint16_t *values = layer_overlay_values(layer, page, head);
-        memcpy(values + (size_t)slot * (size_t)d, row, sizeof(uint16_t) * (size_t)d);
+        uint16_t *values = layer_overlay_values(layer, page, head) + page_bf16_at(PAGE_VALUE, d, slot, 0);
+        for (int32_t i = 0; i < d; i++) values[2 * i] = row[i];
     }
 }
 
