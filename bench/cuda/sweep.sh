@@ -3,7 +3,7 @@
 dir=$1
 here=$(cd "$(dirname "$0")" && pwd)
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader
-run() { "$dir/bench_decode" "$@" | tail -n +2; }
+run() { "$dir/bench_decode" "$@"; }
 for b in 1 32; do
     for g in 4 8 12; do
         for tracked in 0 16 64; do run b=$b g=$g tracked=$tracked; done

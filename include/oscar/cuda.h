@@ -178,6 +178,29 @@ typedef struct oscar_cuda_append_args {
 OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);
 
+/* What oscar_cuda_measure() measures: decode attention of one layer on random pages, window 64 + 256. */
+typedef struct oscar_cuda_measure_options {
+    uint32_t struct_size;
+    int32_t head_dim, n_kv_heads, n_q_heads, bits_k, bits_v, n_tracked;
+    int32_t n_seqs, length, n_q_tokens; /* length: tokens of each sequence */
+} oscar_cuda_measure_options;
+
+#define OSCAR_CUDA_MEASURE_OPTIONS_INIT {sizeof(oscar_cuda_measure_options), 128, 8, 32, 2, 2, 0, 1, 100000, 1}
+
+typedef struct oscar_cuda_measure_result {
+    double us;             /* a launch, output left in the rotated basis */
+    double turned_back_us; /* output turned back */
+    double bytes;          /* tiles and window rows that a launch reads */
+    double read_us, read_gb_per_s; /* a kernel that loads the same tiles and does nothing with them */
+    char device[256];
+    int32_t n_multiprocessors, clock_mhz, memory_clock_mhz; /* clocks: the most the device runs at */
+} oscar_cuda_measure_result;
+
+/* Medians over replays of a CUDA graph whose launches rotate over buffers larger than the cache. Allocates and
+ * frees device memory, at most half of what is free. Errors: ARGUMENT, UNSUPPORTED (no device), MEMORY, INTERNAL. */
+OSCAR_API oscar_status oscar_cuda_measure(const oscar_cuda_measure_options *options, oscar_cuda_measure_result *result,
+                                          oscar_error *error);
+
 #ifdef __cplusplus
 }
 #endif

@@ -132,9 +132,10 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
         const int m = min(warp + turn * C::WARPS, C::STEPS - 1);
         const bool mine = warp + turn * C::WARPS < C::STEPS;
         const uint4 *u = p.k_rotation + (static_cast<size_t>(to.head) * C::STEPS + m) * C::STEPS * 64 + lane;
-        float c[ROW_TILES][4];
+        float c[ROW_TILES][4], d[ROW_TILES][4]; /* of high and low halves: two chains */
 #pragma unroll
-        for (int j = 0; j < ROW_TILES; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+        for (int j = 0; j < ROW_TILES; j++)
+            c[j][0] = c[j][1] = c[j][2] = c[j][3] = d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
         if (mine) {
 #pragma unroll
             for (int first = 0; first < C::STEPS; first += CHUNK) {
@@ -156,9 +157,13 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
                         const uint4 x = raw[j].x[(first + k) / 2];
                         const uint32_t b0 = k & 1 ? x.z : x.x, b1 = k & 1 ? x.w : x.y;
                         mma_f16(c[j], high[k].x, high[k].y, high[k].z, high[k].w, b0, b1);
-                        mma_f16(c[j], low[k].x, low[k].y, low[k].z, low[k].w, b0, b1);
+                        mma_f16(d[j], low[k].x, low[k].y, low[k].z, low[k].w, b0, b1);
                     }
             }
+#pragma unroll
+            for (int j = 0; j < ROW_TILES; j++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) c[j][k] += d[j][k];
 #pragma unroll
             for (int j = 0; j < ROW_TILES; j++) {
                 const int row = 8 * j + 2 * t;

@@ -134,7 +134,8 @@ static void run_case(const char *name, Problem &p, double tolerance, bool loud, 
     double worst, all;
     errors_of(p, first, &worst, &all);
     const bool same = memcmp(first.data(), second.data(), first.size() * 4) == 0;
-    const bool good = all <= tolerance && worst <= 3 * tolerance && same;
+    /* The worst of thousands of rows lies further out than that of a few. */
+    const bool good = all <= tolerance && worst <= (prefill ? 6 : 3) * tolerance && same;
     n_cases++;
     n_failures += !good;
     if (!good || loud)
