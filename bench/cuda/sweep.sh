@@ -19,5 +19,12 @@ for d in 64 256; do
 done
 for t in 2048 8192 32768 131072 524288 1048576; do run t=$t; done
 for tokens in 2 4 8; do run tokens=$tokens; done
+for bits in 3 4; do run b=32 t=32768 bits_k=$bits; done
+run b=32 t=32768
+run b=32 t=32768 bits_k=4 bits_v=4
 "$dir/bench_append"
-python3 "$here/sdpa_baseline.py"
+for t in 8192 32768 100000; do
+    for tracked in 0 16; do "$dir/bench_prefill" t=$t tracked=$tracked; done
+done
+python3 "$here/sdpa_prefill.py"
+python3 "$here/sdpa_baseline.py" "$2"

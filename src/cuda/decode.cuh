@@ -56,8 +56,8 @@ DEVICE void fetch_constant(void *to, const void *from) {
 template <class C, int MODE>
 DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
     const int steps = p.bias_steps, tid = thread_index();
-    const uint4 *table = p.bias_table + static_cast<size_t>(head) * steps * 256;
-    for (int i = tid; i < steps * 256; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+    const uint4 *table = p.bias_table + static_cast<size_t>(head) * steps * 128;
+    for (int i = tid; i < steps * 128; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
     if (tid < steps * 4) {
         fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
         if (MODE == MODE_BIAS_16)

@@ -30,8 +30,8 @@ typedef struct DecodeParams {
     const float *k_mean;       /* [H, d] or NULL */
     const float *v_mean_rotated; /* [H, d] or NULL: mean times U_V */
     const float *v_rotation_t; /* [H, d, d] U_V^T, or NULL: no turning back */
-    const uint4 *bias_table;   /* [H, bias_steps, 2, 4, 32] fragments of cos - 1 and sin, high and low */
-    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs, over the head's unit */
+    const uint4 *bias_table;   /* [H, bias_steps / 2, 2, 2, 2, 32] fragments of cos - 1 and sin, high and low halves */
+    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs at the middle of a page, over the head's unit */
     const float *bias_units;   /* [H] powers of two */
     const float4 *bias_strides; /* [17, H, 2, 4] up to 16 pairs: turns of two pairs by 0 .. 16 pages: cos, sin */
     const unsigned long long *bias_turn; /* [H, 8 bias_steps] turns a page, 64 bits after the point */

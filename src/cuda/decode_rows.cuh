@@ -70,20 +70,20 @@ template <class C> struct SegmentData {
     float *query_mean;  /* [ROWS] q . mean */
     float4 *bias_stride; /* [steps, 4] turns of a lane's two pairs by WARPS pages: cos, sin */
     float *bias_unit;   /* [1] a power of two that nu was divided by */
-    uint4 *bias_table;  /* [steps, 2, 4, 32] */
+    uint4 *bias_table;  /* [steps / 2, E and O, high and low, 2, 32] */
     float4 *bias_query; /* [steps, TILES, 32] conj(q) nu of the two pairs of a lane, times the row's scale */
     unsigned long long *bias_turn; /* [8 steps] */
     float4 *bias_phase;            /* [WARPS, 4 steps] */
 };
 
 template <class C> __host__ __device__ constexpr int bias_step_bytes() {
-    return 4096 + C::TILES * 512 + 64 + 64 + C::WARPS * 64;
+    return 2048 + C::TILES * 512 + 64 + 64 + C::WARPS * 64;
 }
 
 template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) {
     SegmentData<C> s;
     s.bias_table = reinterpret_cast<uint4 *>(area);
-    s.bias_query = reinterpret_cast<float4 *>(s.bias_table + steps * 256);
+    s.bias_query = reinterpret_cast<float4 *>(s.bias_table + steps * 128);
     s.bias_stride = s.bias_query + steps * C::TILES * 32;
     s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_stride + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
@@ -169,11 +169,12 @@ DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2, in
 }
 
 /* --- the key bias of the tracked mean -------------------------------------------------------------
- * With z = conj(q) nu of a pair, b(p0 + i) = Re(z e^{i p0 f} e^{i i f}) summed over pairs. z is turned to
- * the page (the angle from a 64-bit fixed-point product: exact at any position); its real part, constant
- * over the page, is summed in fp32, the rest is a product with the table cos(i f) - 1, sin(i f) of high and
- * low fp16 halves, and z as high and low halves. Pairs are in order of falling frequency: for slow ones
- * (the last steps) the table is so small that the high halves alone are enough. */
+ * With z = conj(q) nu of a pair, b(t) = Re(z e^{i t f}) summed over pairs. z is turned to the middle of the page (nu
+ * comes turned by the 31.5 tokens up to it; the angle is from a 64-bit fixed-point product: exact at any position);
+ * its real part, constant over the page, is summed in fp32. For tokens x = .5, 1.5, .. 31.5 after and before the
+ * middle the rest is E + O and E - O, E = sum Re z (cos(x f) - 1), O = sum Im z sin(x f): products with a table of 32
+ * rows of high and low fp16 halves, and z as high and low halves, 16 pairs a step of an MMA. Pairs are in order of
+ * falling frequency: for slow ones (the last steps) the table is so small that the high halves alone are enough. */
 
 DEVICE float2 bias_phase(unsigned long long turn, int pages) {
     const unsigned long long turns = turn * static_cast<unsigned long long>(pages);
@@ -188,28 +189,48 @@ DEVICE void bias_turn(float &re, float &im, float c, float s) {
     re = x;
 }
 
-/* Two pairs of this lane's column as B operands. A full tile: high and low halves; a half tile: high
+/* Four numbers of this lane's column as B operands. A full tile: high and low halves; a half tile: high
  * halves in even columns, low ones in odd, and nothing else. */
-DEVICE void bias_operands(const float (&z)[4], bool half, int lane, uint32_t (&first)[2], uint32_t (&second)[2]) {
+DEVICE void bias_operands(float z0, float z1, float z2, float z3, bool half, int lane, uint32_t (&first)[2],
+                          uint32_t (&second)[2]) {
     const uint32_t keep = half && !(lane & 4) ? 0u : FULL_WARP;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const uint32_t high = pack_half2(z[2 * k], z[2 * k + 1]);
-        const float2 f = __half22float2(bits_half2(high & keep));
-        const uint32_t low = pack_half2(z[2 * k] - f.x, z[2 * k + 1] - f.y);
-        first[k] = half ? low : high;
-        second[k] = low;
-    }
+    const uint32_t high0 = pack_half2(z0, z1), high1 = pack_half2(z2, z3);
+    const float2 f0 = __half22float2(bits_half2(high0 & keep)), f1 = __half22float2(bits_half2(high1 & keep));
+    second[0] = pack_half2(z0 - f0.x, z1 - f0.y);
+    second[1] = pack_half2(z2 - f1.x, z3 - f1.y);
+    first[0] = half ? second[0] : high0;
+    first[1] = half ? second[1] : high1;
 }
 
+/* table: 16 rows of E or O of 16 pairs; their low halves are 64 further on. */
 DEVICE void bias_product(float (&c)[4], const uint4 *table, int lane, bool half, bool split, const uint32_t (&first)[2],
                          const uint32_t (&second)[2]) {
     const uint4 a = table[lane];
     mma_f16(c, a.x, a.y, a.z, a.w, first[0], first[1]);
     if (!split) return;
     if (!half) mma_f16(c, a.x, a.y, a.z, a.w, second[0], second[1]);
-    const uint4 b = table[128 + lane];
+    const uint4 b = table[64 + lane];
     mma_f16(c, b.x, b.y, b.z, b.w, first[0], first[1]);
+}
+
+/* E and O of 16 rows to the bias of a sub-tile: after the middle as they are, before it E - O in reverse order. The
+ * columns of a half tile come summed. */
+DEVICE void bias_after(const float (&even)[4], const float (&odd)[4], float (&out)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) out[k] = even[k] + odd[k];
+}
+DEVICE void bias_before(const float (&even)[4], const float (&odd)[4], bool half, float (&out)[4]) {
+    float m[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) m[k] = even[k] - odd[k];
+    if (half) { /* rows 15 - r of the other half of the lanes' rows */
+        out[0] = __shfl_xor_sync(FULL_WARP, m[2] + m[3], 28);
+        out[2] = __shfl_xor_sync(FULL_WARP, m[0] + m[1], 28);
+        out[1] = out[3] = 0;
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) out[k] = __shfl_xor_sync(FULL_WARP, m[k ^ 2], 28);
+    }
 }
 
 /* constant: partial sums of this lane's column over its pairs -> values of its score columns, raw. */
@@ -255,70 +276,99 @@ template <class C> struct PageBias {
     DEVICE void take(const Rows<C> &r, const SegmentData<C> &s, int lane, float (&c)[4][C::TILES][4],
                      float (&constant)[C::COLUMNS]) {
         float partial[C::TILES];
+        const float4 stride0 = s.bias_stride[lane & 3], stride1 = s.bias_stride[4 + (lane & 3)];
 #pragma unroll
         for (int j = 0; j < C::TILES; j++) {
-            partial[j] = 0;
+            const bool half = j >= C::FULL;
+            float(&z)[4] = z_of(0, j), (&y)[4] = z_of(1, j), even[2][4], odd[2][4];
+            uint32_t first[2], second[2];
 #pragma unroll
-            for (int n = 0; n < 4; n++) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0;
-        }
+            for (int n = 0; n < 2; n++)
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const float4 stride = s.bias_stride[step * 4 + (lane & 3)];
+                for (int k = 0; k < 4; k++) even[n][k] = odd[n][k] = 0;
+            bias_operands(z[0], z[2], y[0], y[2], half, lane, first, second);
 #pragma unroll
-            for (int j = 0; j < C::TILES; j++) {
-                float(&at)[4] = z[step][j];
-                uint32_t first[2], second[2];
-                bias_operands(at, j >= C::FULL, lane, first, second);
-                partial[j] += at[0] + at[2];
+            for (int n = 0; n < 2; n++) bias_product(even[n], s.bias_table + 32 * n, lane, half, true, first, second);
+            bias_operands(z[1], z[3], y[1], y[3], half, lane, first, second);
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    bias_product(c[n][j], s.bias_table + step * 256 + n * 32, lane, j >= C::FULL, true, first, second);
-                bias_turn(at[0], at[1], stride.x, stride.y);
-                bias_turn(at[2], at[3], stride.z, stride.w);
+            for (int n = 0; n < 2; n++) bias_product(odd[n], s.bias_table + 128 + 32 * n, lane, half, true, first, second);
+            partial[j] = (z[0] + z[2]) + (y[0] + y[2]);
+            bias_turn(z[0], z[1], stride0.x, stride0.y);
+            bias_turn(z[2], z[3], stride0.z, stride0.w);
+            bias_turn(y[0], y[1], stride1.x, stride1.y);
+            bias_turn(y[2], y[3], stride1.z, stride1.w);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                bias_after(even[n], odd[n], c[2 + n][j]);
+                bias_before(even[n], odd[n], half, c[1 - n][j]);
             }
         }
         bias_constants<C>(r, partial, constant, lane);
     }
+
+    DEVICE float (&z_of(int step, int j))[4] { return z[step][j]; }
 };
 
-/* Bias of the sub-tiles [first, first + N) of any page: scores' columns in MMA order. */
+/* Bias of the sub-tiles of any page, all four or (N = 1) the one at `first`: scores' columns in MMA order. */
 template <class C, int N>
 DEVICE void bias_page(const Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p, int page, int first, int warp,
                       int lane, float (&c)[N][C::TILES][4], float (&constant)[C::COLUMNS]) {
+    constexpr int M = N == 4 ? 2 : 1; /* blocks of 16 rows of the table */
     float2 *phase = reinterpret_cast<float2 *>(s.bias_phase + warp * p.bias_steps * 4);
     __syncwarp();
 #pragma unroll 2
     for (int i = lane; i < 8 * p.bias_steps; i += 32) phase[i] = bias_phase(s.bias_turn[i], page);
     __syncwarp();
-    float partial[C::TILES];
+    float partial[C::TILES], even[C::TILES][M][4], odd[C::TILES][M][4];
+    const int block = N == 4 ? 0 : first < 2 ? 1 - first : first - 2;
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
         partial[j] = 0;
 #pragma unroll
-        for (int n = 0; n < N; n++) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0;
+        for (int n = 0; n < M; n++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) even[j][n][k] = odd[j][n][k] = 0;
     }
-    auto add = [&](int step, bool split) {
-        const float4 e = s.bias_phase[(warp * p.bias_steps + step) * 4 + (lane & 3)];
-        const uint4 *table = s.bias_table + step * 256 + first * 32;
+#pragma unroll 1
+    for (int step = 0; step < p.bias_steps; step += 2) {
+        const bool split = step < p.bias_split_steps;
+        const float4 *e = s.bias_phase + (warp * p.bias_steps + step) * 4 + (lane & 3);
+        const float4 e0 = e[0], e1 = e[4];
+        const uint4 *table = s.bias_table + step * 128 + block * 32;
 #pragma unroll
         for (int j = 0; j < C::TILES; j++) {
-            const float4 q = s.bias_query[(step * C::TILES + j) * 32 + lane];
-            float z[4] = {q.x, q.y, q.z, q.w};
-            bias_turn(z[0], z[1], e.x, e.y);
-            bias_turn(z[2], z[3], e.z, e.w);
-            partial[j] += z[0] + z[2];
+            const bool half = j >= C::FULL;
+            float4 z = s.bias_query[(step * C::TILES + j) * 32 + lane];
+            float4 y = s.bias_query[((step + 1) * C::TILES + j) * 32 + lane];
+            bias_turn(z.x, z.y, e0.x, e0.y);
+            bias_turn(z.z, z.w, e0.z, e0.w);
+            bias_turn(y.x, y.y, e1.x, e1.y);
+            bias_turn(y.z, y.w, e1.z, e1.w);
+            partial[j] += (z.x + z.z) + (y.x + y.z);
             uint32_t high[2], low[2];
-            bias_operands(z, j >= C::FULL, lane, high, low);
+            bias_operands(z.x, z.z, y.x, y.z, half, lane, high, low);
 #pragma unroll
-            for (int n = 0; n < N; n++)
-                bias_product(c[n][j], table + n * 32, lane, j >= C::FULL, split, high, low);
+            for (int n = 0; n < M; n++) bias_product(even[j][n], table + 32 * n, lane, half, split, high, low);
+            bias_operands(z.y, z.w, y.y, y.w, half, lane, high, low);
+#pragma unroll
+            for (int n = 0; n < M; n++) bias_product(odd[j][n], table + 128 + 32 * n, lane, half, split, high, low);
         }
-    };
-    const int n_split = p.bias_split_steps;
-#pragma unroll 2
-    for (int step = 0; step < n_split; step++) add(step, true);
-#pragma unroll 2
-    for (int step = n_split; step < p.bias_steps; step++) add(step, false);
+    }
+#pragma unroll
+    for (int j = 0; j < C::TILES; j++) {
+        if constexpr (N == 4) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                bias_after(even[j][n % M], odd[j][n % M], c[(2 + n) % N][j]);
+                bias_before(even[j][n % M], odd[j][n % M], j >= C::FULL, c[(1 - n) % N][j]);
+            }
+        } else {
+            if (first < 2)
+                bias_before(even[j][0], odd[j][0], j >= C::FULL, c[0][j]);
+            else
+                bias_after(even[j][0], odd[j][0], c[0][j]);
+        }
+    }
     bias_constants<C>(r, partial, constant, lane);
 }
 

@@ -1,6 +1,6 @@
 /*
- * layer_bias.cu - what the bias of a tracked key mean is made of: nu, and cos(i f) - 1 and sin(i f) for the 64
- * tokens of a page, as MMA fragments. Computed in double precision on the host.
+ * layer_bias.cu - what the bias of a tracked key mean is made of: nu, and cos(x f) - 1 and sin(x f) for the
+ * tokens of a page counted from its middle, as MMA fragments. Computed in double precision on the host.
  */
 #include <cuda_fp16.h>
 #include <math.h>
@@ -44,29 +44,30 @@ static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
     return pairs;
 }
 
-/* Table columns of a step of 8 pairs: lane t takes pairs 2 t (k = 2 t, 2 t + 1) and 2 t + 1
- * (k = 2 t + 8, 2 t + 9). out: [2][4][32][4] words. */
+/* Sixteen pairs: fragments of cos(x f) - 1, then of sin(x f), x = .5 .. 31.5; lane t has pairs 2 t, 2 t + 1 (k = 2 t,
+ * 2 t + 1) and 2 t + 8, 2 t + 9. out: [2][high, low][2][32][4] words. */
 static void pack_step(const Pair *pairs, uint32_t *out) {
-    for (int sub = 0; sub < 4; sub++)
-        for (int lane = 0; lane < 32; lane++)
-            for (int reg = 0; reg < 4; reg++) {
-                const int token = 16 * sub + (lane >> 2) + 8 * (reg & 1);
-                const double angle = pairs[2 * (lane & 3) + (reg >> 1)].freq * token, half_sine = sin(angle / 2);
-                const double x[2] = {-2 * half_sine * half_sine, sin(angle)};
-                uint16_t half[2][2];
-                for (int e = 0; e < 2; e++) {
-                    const __half high = __float2half_rn((float)x[e]);
-                    half[0][e] = __half_as_ushort(high);
-                    half[1][e] = __half_as_ushort(__float2half_rn((float)(x[e] - (double)__half2float(high))));
+    for (int part = 0; part < 2; part++)
+        for (int block = 0; block < 2; block++)
+            for (int lane = 0; lane < 32; lane++)
+                for (int reg = 0; reg < 4; reg++) {
+                    const double x = 16 * block + (lane >> 2) + 8 * (reg & 1) + .5;
+                    uint16_t half[2][2];
+                    for (int e = 0; e < 2; e++) {
+                        const double angle = pairs[2 * (lane & 3) + e + 8 * (reg >> 1)].freq * x, half_sine = sin(angle / 2);
+                        const double value = part ? sin(angle) : -2 * half_sine * half_sine;
+                        const __half high = __float2half_rn((float)value);
+                        half[0][e] = __half_as_ushort(high);
+                        half[1][e] = __half_as_ushort(__float2half_rn((float)(value - (double)__half2float(high))));
+                    }
+                    for (int low = 0; low < 2; low++)
+                        out[(((part * 2 + low) * 2 + block) * 32 + lane) * 4 + reg] = half[low][0] | (uint32_t)half[low][1] << 16;
                 }
-                for (int part = 0; part < 2; part++)
-                    out[((part * 4 + sub) * 32 + lane) * 4 + reg] = half[part][0] | (uint32_t)half[part][1] << 16;
-            }
 }
 
-/* Steps whose table is not small: |e^{i i f} - 1| is at most 63 f, and fp16 keeps 11 bits, so below this the
+/* Steps whose table is not small: |e^{i x f} - 1| is at most 31.5 f, and fp16 keeps 11 bits, so below this the
  * high halves alone are as exact as fp32 sums. */
-#define SLOW_PAIR (1.0 / 63 / 128)
+#define SLOW_PAIR (1.0 / 31.5 / 128)
 
 /* A power of two that leaves at most 16 of the largest |nu| of a head: a query's channels reach 2^10, and
  * their product with nu is kept in fp16 halves. */
@@ -109,7 +110,7 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
                                   o->tracked[i], o->rope->n_dims / 2);
     /* An even number of steps: filled up with pairs whose nu is zero. */
     const int steps = (o->n_tracked + 15) / 16 * 2, n = 8 * steps;
-    std::vector<uint32_t> table((size_t)h * steps * 1024);
+    std::vector<uint32_t> table((size_t)h * steps * 512);
     std::vector<float> nu((size_t)h * n * 2), units(h);
     std::vector<float2> strides(steps == 2 ? (size_t)17 * h * n : 0);
     std::vector<unsigned long long> turn((size_t)h * n);
@@ -120,13 +121,14 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         const double unit = unit_of(pairs);
         units[i] = (float)unit;
         pairs.resize(n, Pair());
-        for (int s = 0; s < steps; s++) {
-            pack_step(&pairs[8 * s], &table[((size_t)i * steps + s) * 1024]);
-            if (pairs[8 * s].freq > SLOW_PAIR) split = std::max(split, s + 1);
+        for (int s = 0; s < steps; s += 2) {
+            pack_step(&pairs[8 * s], &table[((size_t)i * steps + s) * 512]);
+            if (pairs[8 * s].freq > SLOW_PAIR) split = std::max(split, s + 2);
         }
         for (int k = 0; k < n; k++) {
-            nu[2 * ((size_t)i * n + k)] = (float)(pairs[k].nu[0] / unit);
-            nu[2 * ((size_t)i * n + k) + 1] = (float)(pairs[k].nu[1] / unit);
+            const double middle = 31.5 * pairs[k].freq, c = cos(middle) / unit, s = sin(middle) / unit;
+            nu[2 * ((size_t)i * n + k)] = (float)(pairs[k].nu[0] * c - pairs[k].nu[1] * s);
+            nu[2 * ((size_t)i * n + k) + 1] = (float)(pairs[k].nu[0] * s + pairs[k].nu[1] * c);
             turn[(size_t)i * n + k] = page_turn(pairs[k].freq);
             dims[(size_t)i * n + k] = pairs[k].dims;
             for (size_t pages = 0; pages < strides.size() / (h * n); pages++) {

@@ -15,7 +15,7 @@
 template <class C> struct PrefillShared {
     static constexpr int NATURAL = C::D + 8; /* halves of a row: the padding spreads rows over the banks */
     uint8_t *ring;       /* [STAGES, STAGE] */
-    uint4 *bias_table;   /* [steps, 2, 4, 32], for all warps */
+    uint4 *bias_table;   /* as in decode, for all warps */
     float2 *bias_wave;   /* [8 steps] nu turned to the page at hand */
     /* Of one warp: */
     uint32_t *fragments; /* [TILES, STEPS / 2, 32, 4] rotated queries as B operands */
@@ -30,7 +30,7 @@ template <class C> __host__ __device__ constexpr int prefill_warp_bytes(int step
            C::ROWS * 4;
 }
 template <class C> __host__ __device__ constexpr int prefill_bytes(int steps) {
-    return C::STAGES * C::STAGE + steps * (4096 + 64) + C::WARPS * prefill_warp_bytes<C>(steps);
+    return C::STAGES * C::STAGE + steps * (2048 + 64) + C::WARPS * prefill_warp_bytes<C>(steps);
 }
 
 template <class C> DEVICE PrefillShared<C> prefill_shared(uint8_t *at, int steps, int warp) {
@@ -38,8 +38,8 @@ template <class C> DEVICE PrefillShared<C> prefill_shared(uint8_t *at, int steps
     s.ring = at;
     at += C::STAGES * C::STAGE;
     s.bias_table = reinterpret_cast<uint4 *>(at);
-    s.bias_wave = reinterpret_cast<float2 *>(at + steps * 4096);
-    at += steps * (4096 + 64) + warp * prefill_warp_bytes<C>(steps);
+    s.bias_wave = reinterpret_cast<float2 *>(at + steps * 2048);
+    at += steps * (2048 + 64) + warp * prefill_warp_bytes<C>(steps);
     s.fragments = reinterpret_cast<uint32_t *>(at);
     s.natural = reinterpret_cast<__half *>(at + C::TILES * C::STEPS * 256);
     s.bias_operand = reinterpret_cast<uint4 *>(reinterpret_cast<uint8_t *>(s.natural) +
@@ -164,36 +164,55 @@ DEVICE void prefill_operands(const DecodeParams &p, const PrefillShared<C> &s, c
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) partial[j] = 0;
 #pragma unroll 1
-    for (int step = 0; step < p.bias_steps; step++) {
-        const float4 n = reinterpret_cast<const float4 *>(s.bias_wave)[step * 4 + (lane & 3)];
+    for (int step = 0; step < p.bias_steps; step += 2) {
+        const float4 *wave = reinterpret_cast<const float4 *>(s.bias_wave) + step * 4 + (lane & 3);
+        const float4 n[2] = {wave[0], wave[4]};
 #pragma unroll
         for (int j = 0; j < C::TILES; j++) {
-            const uint2 x = s.bias_query[(step * C::TILES + j) * 32 + lane];
-            const float2 a = __half22float2(bits_half2(x.x)), b = __half22float2(bits_half2(x.y));
-            const float z[4] = {a.x * n.x + a.y * n.y, a.y * n.x - a.x * n.y, b.x * n.z + b.y * n.w,
-                                b.y * n.z - b.x * n.w};
-            partial[j] += z[0] + z[2];
+            float z[2][4];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const uint2 x = s.bias_query[((step + k) * C::TILES + j) * 32 + lane];
+                const float2 a = __half22float2(bits_half2(x.x)), b = __half22float2(bits_half2(x.y));
+                z[k][0] = a.x * n[k].x + a.y * n[k].y;
+                z[k][1] = a.y * n[k].x - a.x * n[k].y;
+                z[k][2] = b.x * n[k].z + b.y * n[k].w;
+                z[k][3] = b.y * n[k].z - b.x * n[k].w;
+                partial[j] += z[k][0] + z[k][2];
+            }
             uint32_t first[2], second[2];
-            bias_operands(z, false, lane, first, second);
-            s.bias_operand[(step * C::TILES + j) * 32 + lane] = make_uint4(first[0], first[1], second[0], second[1]);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                bias_operands(z[0][k], z[0][2 + k], z[1][k], z[1][2 + k], false, lane, first, second);
+                s.bias_operand[((step + k) * C::TILES + j) * 32 + lane] =
+                    make_uint4(first[0], first[1], second[0], second[1]);
+            }
         }
     }
     __syncwarp();
     bias_constants<C>(r, partial, constant, lane);
 }
 
+/* Bias of sub-tile `sub` of the page. */
 template <class C>
 DEVICE void prefill_bias(const DecodeParams &p, const PrefillShared<C> &s, int sub, int lane, float (&c)[C::TILES][4]) {
+    const uint4 *table = s.bias_table + 32 * (sub < 2 ? 1 - sub : sub - 2);
 #pragma unroll
-    for (int j = 0; j < C::TILES; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+    for (int j = 0; j < C::TILES; j++) {
+        float part[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll 1
-    for (int step = 0; step < p.bias_steps; step++)
+        for (int step = 0; step < p.bias_steps; step += 2)
 #pragma unroll
-        for (int j = 0; j < C::TILES; j++) {
-            const uint4 x = s.bias_operand[(step * C::TILES + j) * 32 + lane];
-            const uint32_t first[2] = {x.x, x.y}, second[2] = {x.z, x.w};
-            bias_product(c[j], s.bias_table + step * 256 + sub * 32, lane, false, step < p.bias_split_steps, first, second);
-        }
+            for (int k = 0; k < 2; k++) {
+                const uint4 x = s.bias_operand[((step + k) * C::TILES + j) * 32 + lane];
+                const uint32_t first[2] = {x.x, x.y}, second[2] = {x.z, x.w};
+                bias_product(part[k], table + (step + k) * 128, lane, false, step < p.bias_split_steps, first, second);
+            }
+        if (sub < 2)
+            bias_before(part[0], part[1], false, c[j]);
+        else
+            bias_after(part[0], part[1], c[j]);
+    }
 }
 
 /* q.c of 16 tokens. */
@@ -498,8 +517,8 @@ __global__ void __launch_bounds__(C::THREADS, 1) prefill_kernel(const __grid_con
     const float scale = prefill_queries<C>(p, s, b, lane);
     if constexpr (MODE != MODE_PLAIN) {
         prefill_bias_queries<C>(p, s, b, scale, lane);
-        for (int i = threadIdx.x; i < steps * 256; i += C::THREADS)
-            s.bias_table[i] = __ldg(p.bias_table + static_cast<size_t>(b.head) * steps * 256 + i);
+        for (int i = threadIdx.x; i < steps * 128; i += C::THREADS)
+            s.bias_table[i] = __ldg(p.bias_table + static_cast<size_t>(b.head) * steps * 128 + i);
     }
     __syncwarp();
     Rows<C> r;
