@@ -151,19 +151,41 @@ static void test_widen(void **state) {
         assert_non_null(page);
         for (int o = 0; o < 2 * n_ops; o++) {
             bool key = o % 2;
-            for (size_t j = 0; j < n; j++) {
-                int t = (int)(key ? j % TILE : j / (size_t)d);
-                page[j] = valid >> t & 1 ? bf16_from_float(random_normal()) : 0xffff;
-            }
+            for (int t = 0; t < TILE; t++)
+                for (int c = 0; c < d; c++)
+                    page[page_bf16_at(key ? PAGE_KEY : PAGE_VALUE, d, t, c)] =
+                        valid >> t & 1 ? bf16_from_float(random_normal()) : 0xffff;
             fill(out, n + GUARD, 0x7fc12345);
             (key ? ops[o / 2]->widen_keys : ops[o / 2]->widen_values)(d, page, valid, out);
-            for (size_t j = 0; j < n; j++)
-                assert_true(out[j] == (page[j] == 0xffff ? 0.0f : bf16_to_float(page[j])));
+            for (int t = 0; t < TILE; t++)
+                for (int c = 0; c < d; c++) {
+                    uint16_t x = page[page_bf16_at(key ? PAGE_KEY : PAGE_VALUE, d, t, c)];
+                    assert_true(out[key ? c * TILE + t : t * d + c] == (x == 0xffff ? 0.0f : bf16_to_float(x)));
+                }
             assert_guard(out + n);
         }
         aligned_free(page);
         aligned_free(out);
     }
+}
+
+static void test_widen_half(void **state) {
+    (void)state;
+    const attn_ops *ops[3];
+    int n_ops = tables(ops);
+    uint16_t *x = aligned_calloc(65536, sizeof *x);
+    float *y = random_floats(65536, 1);
+    assert_non_null(x);
+    for (int i = 0; i < 65536; i++) x[i] = (uint16_t)i;
+    for (int o = 0; o < n_ops; o++) {
+        ops[o]->widen_half(65536, x, y);
+        for (int i = 0; i < 65536; i++) {
+            float want = fp16_to_float(x[i]);
+            assert_true(isnan(want) ? isnan(y[i]) : float_bits(y[i]) == float_bits(want));
+        }
+    }
+    aligned_free(x);
+    aligned_free(y);
 }
 
 /* --- tiles ---------------------------------------------------------------------------------- */
@@ -602,6 +624,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_unpack),
         cmocka_unit_test(test_widen),
+        cmocka_unit_test(test_widen_half),
         cmocka_unit_test(test_tile),
         cmocka_unit_test(test_large_logits),
         cmocka_unit_test(test_logits),

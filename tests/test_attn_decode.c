@@ -65,13 +65,13 @@ static uint8_t *make_page(const page_side *side, int count, double *rows) {
     return page;
 }
 
-/* A page of BF16 rows, keys [d][64] and values [64][d], NaN after the first `count`. */
-static uint8_t *make_overlay(int kind, int d, int count, double *rows) {
+/* A page of BF16 rows, NaN after the first `count`. */
+static uint8_t *make_overlay(page_side_kind kind, int d, int count, double *rows) {
     uint16_t *page = make((size_t)(TILE * d), sizeof *page);
     memset(page, 0xff, sizeof *page * (size_t)(TILE * d));
     for (int t = 0; t < count; t++)
         for (int i = 0; i < d; i++) {
-            uint16_t *at = &page[kind == PAGE_KEY ? i * TILE + t : t * d + i];
+            uint16_t *at = &page[page_bf16_at(kind, d, t, i)];
             *at = bf16_from_float(random_normal());
             rows[t * d + i] = (double)bf16_to_float(*at);
         }

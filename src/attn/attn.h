@@ -35,9 +35,11 @@ typedef struct attn_ops {
      * Slots outside `valid` (a bit a slot) are written as zeros whatever the page holds there. */
     void (*unpack_keys)(const page_side *side, const uint8_t *page, uint64_t valid, float *keys);
     void (*unpack_values)(const page_side *side, const uint8_t *page, uint64_t valid, float *values);
-    /* BF16 overlay: keys [head_dim][64] and values [64][head_dim], the same shapes as the output. */
+    /* A side of BF16 rows, see page_bf16_at(): keys to [head_dim][64], values to [64][head_dim]. */
     void (*widen_keys)(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys);
     void (*widen_values)(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values);
+    /* n fp16 numbers, a multiple of 16. */
+    void (*widen_half)(int32_t n, const uint16_t *x, float *y);
     /* One tile. keys: [q_dim][64], values: [64][head_dim]; masks: [n_rows] visible positions.
      * Rows with an empty mask are left as they were. Positions outside every mask must be finite.
      * What a row receives does not depend, to the bit, on the other rows of the block. */
@@ -84,7 +86,8 @@ typedef struct attn_decode {
     _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + 16) * OSCAR_MAX_HEAD_DIM]; /* [n_rows][head_dim, to 32] */
     float halves_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];
     /* AMX: the page in hand as BF16: keys [head_dim / 2][64][2], values [32][head_dim][2]. */
-    _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64 + 32];
+    _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64];
+    const uint16_t *b_keys, *b_values; /* those, or a page of BF16 rows itself */
 } attn_decode;
 
 typedef struct attn_decode_ops {
@@ -97,7 +100,8 @@ typedef struct attn_decode_ops {
     /* One page, as attn_ops.tile: keys and values point to the page sides. */
     void (*page)(attn_decode *decode, const uint8_t *keys, const uint8_t *values, uint64_t valid,
                  const uint64_t *masks);
-    /* A page of BF16 rows, keys [head_dim][64], values [64][head_dim]; NULL: it goes through tiles. */
+    /* A page of BF16 rows (page_bf16_at()); NULL: it goes through tiles. Rows outside `valid` may hold
+     * anything. */
     void (*overlay)(attn_decode *decode, const uint16_t *keys, const uint16_t *values, uint64_t valid,
                     const uint64_t *masks);
     /* After the last page; NULL: nothing to do. */

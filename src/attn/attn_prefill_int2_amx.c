@@ -96,35 +96,28 @@ static void pad_keys(int head_dim, uint16_t *keys) {
     if (head_dim % 32) memset(keys + head_dim * TILE, 0, sizeof(uint16_t) * 16 * TILE);
 }
 
-/* Two rows side by side: a0 b0 a1 b1 ... */
-INLINE void interleave(__m512i a, __m512i b, uint16_t *out) {
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    a = _mm512_permutexvar_epi64(order, a);
-    b = _mm512_permutexvar_epi64(order, b);
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi16(a, b));
-}
-
-/* Overlay keys [d][64] and values [64][d], zeros outside `valid`. */
-static void pair_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid) {
+/* A page of BF16 rows has the shape of the operands already. Columns of the keys that are not valid go
+ * no further than their logits, which masks hide; values meet a weight of zero, so they must be
+ * finite: a page that is not full is copied with zeros in them. */
+static void take_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid) {
     const int dim = d->rows->head_dim;
-    for (int c = 0; c < dim; c += 2)
-        for (int half = 0; half < 2; half++) {
-            const __mmask32 keep = (__mmask32)(valid >> 32 * half);
-            const uint16_t *at = keys + c * TILE + 32 * half;
-            interleave(_mm512_maskz_loadu_epi16(keep, at), _mm512_maskz_loadu_epi16(keep, at + TILE), d->tile_keys + c * TILE + 64 * half);
-        }
-    pad_keys(dim, d->tile_keys);
+    d->b_keys = keys;
+    d->b_values = values;
+    if (dim % 32) {
+        memcpy(d->tile_keys, keys, sizeof(uint16_t) * (size_t)(dim * TILE));
+        pad_keys(dim, d->tile_keys);
+        d->b_keys = d->tile_keys;
+    }
+    if (valid == UINT64_MAX) return;
     for (int t = 0; t < TILE; t += 2) {
-        uint16_t *out = d->tile_values + t * dim;
-        for (int c = 0; c < dim; c += 32) {
-            const __mmask32 columns = dim - c >= 32 ? 0xffffffffu : 0xffffu;
-            const __mmask32 first = valid >> t & 1 ? columns : 0, second = valid >> (t + 1) & 1 ? columns : 0;
-            __m512i a = _mm512_maskz_loadu_epi16(first, values + t * dim + c);
-            __m512i b = _mm512_maskz_loadu_epi16(second, values + (t + 1) * dim + c);
-            interleave(a, b, out + 2 * c); /* the last may write past the row: the next row follows, or slack */
+        const uint32_t first = valid >> t & 1 ? 0xffffu : 0, second = valid >> (t + 1) & 1 ? 0xffff0000u : 0;
+        const vi keep = vi_set1((int)(first | second));
+        for (int c = 0; c < dim; c += 16) {
+            const int at = t * dim + 2 * c;
+            _mm512_storeu_si512(d->tile_values + at, vi_and(vi_load((const uint8_t *)(values + at)), keep));
         }
     }
+    d->b_values = d->tile_values;
 }
 
 /* --- products ------------------------------------------------------------------------------- */
@@ -179,7 +172,7 @@ static void stripe_keys(attn_decode *d, const stripe *s, const uint8_t *page, ui
     for (int g = 0; g < n_groups; g++) {
         const int64_t at = (int64_t)s->first * width + g * group;
         TILE_READS_MEMORY();
-        multiply(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->tile_keys + (int64_t)g * group * TILE, 4 * TILE, group / 32, 4,
+        multiply(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->b_keys + (int64_t)g * group * TILE, 4 * TILE, group / 32, 4,
                  &products);
         TILE_READS_MEMORY();
         vf step[4], offset[4];
@@ -232,7 +225,7 @@ static void stripe_values(const attn_decode *d, const stripe *s, const uint8_t *
         TILE_READS_MEMORY();
         for (int c = g * group; c < (g + 1) * group; c += 64) {
             const int n_tiles = (g + 1) * group - c < 64 ? ((g + 1) * group - c) / 16 : 4;
-            const uint16_t *b = d->tile_values + 2 * c;
+            const uint16_t *b = d->b_values + 2 * c;
             switch (n_tiles) {
             case 4: multiply(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 4, &products); break;
             case 3: multiply(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 3, &products); break;
@@ -254,7 +247,7 @@ static void stripe_values(const attn_decode *d, const stripe *s, const uint8_t *
 
 /* --- pages ---------------------------------------------------------------------------------- */
 
-/* All rows over what tile_keys and tile_values hold; key_page, value_page: the codes' sides, or NULL. */
+/* All rows over what b_keys and b_values hold; key_page, value_page: the codes' sides, or NULL. */
 static void run_stripes(attn_decode *d, const uint8_t *key_page, const uint8_t *value_page, uint64_t valid, const uint64_t *masks) {
     attn_rows *all = d->rows;
     const int n = all->n_rows, rows = n < 8 ? 2 * n : 16;
@@ -285,11 +278,13 @@ static void prefill_page(attn_decode *d, const uint8_t *keys, const uint8_t *val
     spread_side(d->k_side, keys, d->tile_keys);
     pad_keys(d->rows->head_dim, d->tile_keys);
     spread_side(d->v_side, values, d->tile_values);
+    d->b_keys = d->tile_keys;
+    d->b_values = d->tile_values;
     run_stripes(d, keys, values, valid, masks);
 }
 
 static void prefill_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
-    pair_overlay(d, keys, values, valid);
+    take_overlay(d, keys, values, valid);
     run_stripes(d, NULL, NULL, valid, masks);
 }
 

@@ -67,14 +67,18 @@ static void unpack_values(const page_side *side, const uint8_t *page, uint64_t v
 static void widen_keys(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys) {
     for (int c = 0; c < head_dim; c++)
         for (int t = 0; t < TILE; t++)
-            keys[c * TILE + t] = valid >> t & 1 ? bf16_to_float(page[c * TILE + t]) : 0.0f;
+            keys[c * TILE + t] = valid >> t & 1 ? bf16_to_float(page[page_bf16_at(PAGE_KEY, head_dim, t, c)]) : 0.0f;
 }
 
 static void widen_values(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values) {
     for (int t = 0; t < TILE; t++)
         for (int c = 0; c < head_dim; c++)
             values[t * head_dim + c] =
-                valid >> t & 1 ? bf16_to_float(page[t * head_dim + c]) : 0.0f;
+                valid >> t & 1 ? bf16_to_float(page[page_bf16_at(PAGE_VALUE, head_dim, t, c)]) : 0.0f;
+}
+
+static void widen_half(int32_t n, const uint16_t *x, float *y) {
+    for (int32_t i = 0; i < n; i++) y[i] = fp16_to_float(x[i]);
 }
 
 /* logits[t] = what the softmax sees of row r at position t: -inf where the mask hides it. */
@@ -152,6 +156,7 @@ const attn_ops attn_ops_ref = {
     .unpack_values = unpack_values,
     .widen_keys = widen_keys,
     .widen_values = widen_values,
+    .widen_half = widen_half,
     .tile = tile,
     .rotate = rotate,
     .turn = turn,

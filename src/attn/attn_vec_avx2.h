@@ -72,10 +72,7 @@ static inline float vf_top(vf x) {
 static inline vf vf_load_fp16(const uint8_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
-static inline vf vf_load_bf16(const uint16_t *p) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
+static inline vf vf_from_bits(vi x) { return _mm256_castsi256_ps(x); }
 
 static inline vi vi_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline vi vi_set1(int x) { return _mm256_set1_epi32(x); }

@@ -56,10 +56,7 @@ static inline float vf_top(vf x) { return _mm512_reduce_max_ps(x); }
 static inline vf vf_load_fp16(const uint8_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-static inline vf vf_load_bf16(const uint16_t *p) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+static inline vf vf_from_bits(vi x) { return _mm512_castsi512_ps(x); }
 
 static inline vi vi_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline vi vi_set1(int x) { return _mm512_set1_epi32(x); }

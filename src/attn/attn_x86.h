@@ -222,17 +222,30 @@ static void unpack_values(const page_side *side, const uint8_t *page, uint64_t v
     }
 }
 
+/* The first and the second of pairs of BF16 numbers. */
+INLINE vf first_of_pairs(vi pairs) { return vf_from_bits(vi_shl(pairs, 16)); }
+INLINE vf second_of_pairs(vi pairs) { return vf_from_bits(vi_and(pairs, vi_set1((int)0xffff0000u))); }
+
 static void widen_keys(int32_t head_dim, const uint16_t *page, uint64_t valid, float *keys) {
-    for (int32_t c = 0; c < head_dim; c++)
-        for (int t = 0; t < TILE; t += LANES)
-            vf_store(keys + c * TILE + t,
-                     vf_keep(lane_bits(valid, t), vf_load_bf16(page + c * TILE + t)));
+    for (int32_t c = 0; c < head_dim; c += 2, keys += 2 * TILE)
+        for (int t = 0; t < TILE; t += LANES, page += 2 * LANES) {
+            vi pairs = vi_load((const uint8_t *)page);
+            vf_store(keys + t, vf_keep(lane_bits(valid, t), first_of_pairs(pairs)));
+            vf_store(keys + TILE + t, vf_keep(lane_bits(valid, t), second_of_pairs(pairs)));
+        }
 }
 
 static void widen_values(int32_t head_dim, const uint16_t *page, uint64_t valid, float *values) {
-    for (int t = 0; t < TILE; t++, page += head_dim, values += head_dim)
-        for (int32_t c = 0; c < head_dim; c += LANES)
-            vf_store(values + c, valid >> t & 1 ? vf_load_bf16(page + c) : vf_zero());
+    for (int t = 0; t < TILE; t += 2, values += 2 * head_dim)
+        for (int32_t c = 0; c < head_dim; c += LANES, page += 2 * LANES) {
+            vi pairs = vi_load((const uint8_t *)page);
+            vf_store(values + c, valid >> t & 1 ? first_of_pairs(pairs) : vf_zero());
+            vf_store(values + head_dim + c, valid >> (t + 1) & 1 ? second_of_pairs(pairs) : vf_zero());
+        }
+}
+
+static void widen_half(int32_t n, const uint16_t *x, float *y) {
+    for (int32_t i = 0; i < n; i += LANES) vf_store(y + i, vf_load_fp16((const uint8_t *)(x + i)));
 }
 
 /* --- tiles ---------------------------------------------------------------------------------- */
@@ -297,6 +310,7 @@ const attn_ops ATTN_X86_TABLE = {
     .unpack_values = unpack_values,
     .widen_keys = widen_keys,
     .widen_values = widen_values,
+    .widen_half = widen_half,
     .tile = tile,
     .rotate = rotate,
     .turn = turn,

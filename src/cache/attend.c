@@ -102,11 +102,14 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     const float *values = keys + (size_t)d * OSCAR_PAGE_TOKENS;
     int64_t written = cache->seq_next[block->seq];
     if ((int64_t)(b + 1) * OSCAR_PAGE_TOKENS > written) {
-        for (int32_t i = 0; i < d; i++)
+        uint32_t keep[OSCAR_PAGE_TOKENS];
+        for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++) keep[t] = valid >> t & 1 ? ~0u : 0;
+        for (int32_t i = 0; i < d * OSCAR_PAGE_TOKENS; i += OSCAR_PAGE_TOKENS)
             for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++)
-                scratch->keys[i * OSCAR_PAGE_TOKENS + t] = valid >> t & 1 ? keys[i * OSCAR_PAGE_TOKENS + t] : 0.0f;
+                scratch->keys[i + t] = bits_float(float_bits(keys[i + t]) & keep[t]);
         for (int32_t t = 0; t < OSCAR_PAGE_TOKENS; t++)
-            for (int32_t i = 0; i < d; i++) scratch->values[t * d + i] = valid >> t & 1 ? values[t * d + i] : 0.0f;
+            for (int32_t i = 0; i < d; i++)
+                scratch->values[t * d + i] = bits_float(float_bits(values[t * d + i]) & keep[t]);
         keys = scratch->keys;
         values = scratch->values;
     }

@@ -43,6 +43,13 @@ typedef struct page_side {
 
 page_side page_side_make(page_side_kind kind, int32_t head_dim, int32_t bits);
 
+/* Where a page of BF16 rows has a number: keys [head_dim / 2][64][2], values [32][head_dim][2]. Two
+ * channels (keys) or tokens (values) lie side by side, as products of BF16 numbers take them. */
+static inline size_t page_bf16_at(page_side_kind kind, int32_t head_dim, int slot, int channel) {
+    if (kind == PAGE_KEY) return (size_t)((channel / 2 * OSCAR_PAGE_TOKENS + slot) * 2 + channel % 2);
+    return (size_t)((slot / 2 * head_dim + channel) * 2 + slot % 2);
+}
+
 /* Writes the row of token `slot` (0..63). codes: [head_dim] one a byte; params: [n_groups, 2]. */
 void page_put_row(const page_side *side, uint8_t *page, int slot, const uint8_t *codes,
                   const uint16_t *params);
