@@ -39,6 +39,13 @@ static void assert_goes_on(world *w, int32_t seq, const chain *c) {
     free(more), free(cold);
 }
 
+static uint8_t *save_seq(const world *w, int32_t seq, size_t *bytes) {
+    *bytes = oscar_seq_save_bytes(w->cache, seq);
+    uint8_t *out = malloc(*bytes);
+    assert_int_equal(oscar_seq_save(w->cache, seq, out, *bytes, NULL), OSCAR_OK);
+    return out;
+}
+
 /* Sixteen sequences with one prompt of 4,000 tokens, in a pool that could not hold it twice. */
 static void test_sixteen_prompts(void **state) {
     (void)state;
@@ -194,6 +201,19 @@ static void test_unknown_tokens(void **state) {
     assert_true(chain_feed(&w, 1, b, 300, true));
     assert_int_equal(stats_of(w.cache).pages_shared, 1);
     chain_check(w.cache, 1, b);
+    /* A negative id is none. */
+    chain *m = prompt(&w, 1, 300, 0, 70);
+    chain_add(&w, m, -1, 0);
+    for (int t = 71; t < 192; t++) chain_add(&w, m, 5, 0);
+    for (int s = 1; s < 3; s++) {
+        assert_int_equal(oscar_seq_clear(w.cache, s, NULL), OSCAR_OK);
+        m->known = m->low = 0;
+        assert_true(chain_feed(&w, s, m, 192, true));
+        m->known = 70;
+        chain_check(w.cache, s, m);
+    }
+    assert_int_equal(oscar_seq_clear(w.cache, 2, NULL), OSCAR_OK);
+    free(m);
     /* A step with the ids of `a` that fails, then other rows without ids. */
     chain *c = prompt(&w, 2, 128, 0, 128);
     oscar_step step = OSCAR_STEP_INIT;
@@ -286,7 +306,20 @@ static void test_window_rows(void **state) {
     chain *d = prompt(&w, 5, 640, 0, 640), *e = prompt(&w, 5, 640, 0, 640);
     for (int t = 0; t < 100; t++) chain_add(&w, d, t, 0), chain_add(&w, e, t, 0);
     d->known = d->low = d->pure = 640;
-    assert_true(chain_feed(&w, 3, d, 740, true));
+    chain *f = malloc(sizeof *f);
+    *f = *d;
+    for (int when = 0; when < 2; when++) { /* saved with the rows missing, and after what followed */
+        size_t bytes;
+        uint8_t *saved = save_seq(&w, 3, &bytes);
+        assert_int_equal(oscar_seq_restore(w.cache, 5, saved, bytes, NULL, NULL), OSCAR_OK);
+        if (when == 0) {
+            assert_true(chain_feed(&w, 5, f, 740, true));
+            assert_true(chain_feed(&w, 3, d, 740, true));
+        }
+        f->known = 640; /* of a saved sequence, the ids of what is not pure are not known either */
+        chain_check(w.cache, 5, when ? f : d);
+        free(saved);
+    }
     chain_check(w.cache, 3, d);
     int64_t hits = stats_of(w.cache).page_hits;
     assert_true(chain_feed(&w, 4, e, 740, true));
@@ -294,7 +327,6 @@ static void test_window_rows(void **state) {
     assert_goes_on(&w, 4, e);
     /* Nor in a fork. */
     assert_int_equal(oscar_seq_fork(w.cache, 5, 3, 700, NULL), OSCAR_OK);
-    chain *f = malloc(sizeof *f);
     *f = *d;
     chain_cut(w.cache, f, 700, seq_missing_rows(w.cache, &w.cache->seqs[5]));
     for (int t = 0; t < 100; t++) chain_add(&w, f, t, 0);
@@ -477,13 +509,6 @@ static void test_memory(void **state) {
     world_close(&w);
 }
 
-static uint8_t *save_seq(const world *w, int32_t seq, size_t *bytes) {
-    *bytes = oscar_seq_save_bytes(w->cache, seq);
-    uint8_t *out = malloc(*bytes);
-    assert_int_equal(oscar_seq_save(w->cache, seq, out, *bytes, NULL), OSCAR_OK);
-    return out;
-}
-
 /* Restored pages are shared with those that are there, and found by their tokens; cached pages make room
  * for a restore. */
 static void test_restore(void **state) {
@@ -549,6 +574,35 @@ static void test_restore(void **state) {
         free(saved), free(a), free(b), free(c);
         world_close(&w);
     }
+}
+
+/* A full page of which only the last BF16 rows were saved: nobody reads the others. */
+static void test_restored_window(void **state) {
+    (void)state;
+    world w;
+    world_init(&w, 1);
+    oscar_cache_options o = world_options(&w, 2, 12);
+    o.sink = 64;
+    world_open(&w, &o);
+    chain *a = prompt(&w, 83, 321, 0, 321);
+    size_t bytes;
+    int64_t n;
+    assert_true(chain_feed(&w, 0, a, 320, true));
+    uint8_t *saved = save_seq(&w, 0, &bytes); /* BF16 rows from 280 on */
+    world again = w;
+    world_open(&again, &o);
+    assert_int_equal(oscar_seq_restore(again.cache, 0, saved, bytes, NULL, NULL), OSCAR_OK);
+    a->n = 320;
+    chain_check(again.cache, 0, a);
+    assert_int_equal(oscar_seq_attach_prefix(again.cache, 1, a->tokens, 321, o.recent, &n, NULL), OSCAR_OK);
+    assert_int_equal(n, 320);
+    a->low = 320;
+    chain_check(again.cache, 1, a);
+    assert_int_equal(seq_missing_rows(again.cache, &again.cache->seqs[1]), 23);
+    check_inside(again.cache);
+    oscar_cache_free(again.cache);
+    free(saved), free(a);
+    world_close(&w);
 }
 
 /* Version 1 had no ids: 16 bytes less in the header, nothing before the check. */
@@ -626,7 +680,7 @@ int main(void) {
         cmocka_unit_test(test_prefix_again),    cmocka_unit_test(test_window_rows),
         cmocka_unit_test(test_eviction),        cmocka_unit_test(test_exhaustion),
         cmocka_unit_test(test_many_requests),   cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_restore),         cmocka_unit_test(test_version_1),
+        cmocka_unit_test(test_restore),         cmocka_unit_test(test_restored_window),  cmocka_unit_test(test_version_1),
         cmocka_unit_test(test_kivi),            cmocka_unit_test(test_arguments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
