@@ -9,7 +9,8 @@
 
 prepare computes --distinct prompts and saves them, untimed, so that decode can begin with full contexts:
 all slots write --predict tokens at the same time. Slots with the same prompt share our pages, so ours is
-measured with as many as slots; llama.cpp's own copies them and one is enough. mixed sends a prompt of nearly the whole context for each slot
+measured with as many as slots; llama.cpp's own copies them and one is enough. Another prepare with a
+larger --prompt goes on from what the last one saved, so that long prompts can be computed in pieces. mixed sends a prompt of nearly the whole context for each slot
 at once and lets them be answered. room asks how many tokens fit. Caches: ours (2 bits), f16, q4_0
 (llama.cpp's own, flash attention on). Each prints a line of JSON, and adds it to --out; table takes
 medians over the lines of such a file.
@@ -62,6 +63,8 @@ def prepare(args):
     with start(args, args.folder) as server:
         prompts = prompts_of(args, server)
         for slot, prompt in enumerate(prompts):
+            if os.path.exists(os.path.join(args.folder, slot_file(args, slot))):
+                server.slot(slot, "restore", slot_file(args, slot))
             server.complete(prompt, 1, id_slot=slot)
             status, reply = server.slot(slot, "save", slot_file(args, slot))
             check(status == 200, f"save: {status} {reply}")

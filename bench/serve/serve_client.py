@@ -210,7 +210,10 @@ def pages_add_up(stats):
     return states
 
 
-NEAR_TIE = 0.05  # nats between the two best tokens that rounding may settle either way
+# Nats between two tokens that rounding may settle either way. Where the last bits of attention differ
+# (a prompt that is known but for its last token, a prompt cut elsewhere), quantised weights make ggml
+# round activations to 8 bits, which enlarges it: log-probabilities of SmolLM2 (Q4_1) move by up to .27.
+NEAR_TIE = 0.3
 
 
 def same_tokens(server, prompt, expected, found, what):
