@@ -276,10 +276,14 @@ oscar_status probe_run(oscar_llama *layer, oscar_error *error) {
     layer->probe = calloc(1, sizeof *layer->probe);
     if (!layer->probe) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the probe");
     inner.memory_clear(layer->memory, true);
+    /* One token is not worth threads that wait for each other, perhaps more of them than cores. */
+    const int32_t n_threads = llama_n_threads(layer->ctx), n_batch = llama_n_threads_batch(layer->ctx);
+    llama_set_n_threads(layer->ctx, 1, 1);
     oscar_status status = compute(layer, 1, 0, 0, error);
     int32_t window = inner.model_n_swa(layer->model);
     if (!status && window > 0) status = probe_windows(layer, window, error);
     if (!status) status = keep_layers(layer, error);
+    llama_set_n_threads(layer->ctx, n_threads, n_batch);
     inner.memory_clear(layer->memory, true);
     free(layer->probe);
     layer->probe = NULL;
