@@ -328,12 +328,12 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
 #pragma unroll 1
     for (int token = cta / p.n_kv_heads * ROWS; token < p.n_tokens; token += from.n_ctas * ROWS) {
         auto flood = [&] {
-            if constexpr (STAGED)
-                for (int piece = 0; first && piece < 4; piece++) { /* in the order in which they are needed */
-                    if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, THREADS);
-                    if (packed && piece == 3) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
-                    asm volatile("cp.async.commit_group;" ::: "memory");
-                }
+            const int n_pieces = STAGED && first ? 4 : 0;
+            for (int piece = 0; piece < n_pieces; piece++) { /* in the order in which they are needed */
+                if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, THREADS);
+                if (packed && piece == 3) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
+                asm volatile("cp.async.commit_group;" ::: "memory");
+            }
         };
         load_residuals<D, THREADS>(p, from, side, head, token, residuals, flood);
         auto wait = [&](int piece) {
