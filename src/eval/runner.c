@@ -5,17 +5,16 @@
 #include <stdio.h>
 #include <unistd.h>
 
-static char last_error[200];
+static char first_error[200];
 
-/* llama_log_set's callback is global to the process. Errors arrive in pieces, one line each. */
+/* llama_log_set's callback is global to the process. Errors arrive in pieces, one line each; the first
+ * says what is wrong, the rest who gave up for it. */
 static void keep_errors(enum ggml_log_level level, const char *text, void *user) {
     (void)user;
-    if (level != GGML_LOG_LEVEL_ERROR || text[0] == '\0' || text[0] == '\n') return;
-    snprintf(last_error, sizeof last_error, "%s", text);
-    last_error[strcspn(last_error, "\n")] = '\0';
+    if (level != GGML_LOG_LEVEL_ERROR || text[0] == '\0' || text[0] == '\n' || first_error[0] != '\0') return;
+    snprintf(first_error, sizeof first_error, "%s", text);
+    first_error[strcspn(first_error, "\n")] = '\0';
 }
-
-const char *runner_libllama_error(void) { return last_error; }
 
 int32_t runner_threads(int64_t wanted) {
     if (wanted > 0) return wanted < 512 ? (int32_t)wanted : 512;
@@ -26,13 +25,13 @@ int32_t runner_threads(int64_t wanted) {
 oscar_status runner_load_model(struct llama_model **out, const char *path, oscar_error *error) {
     *out = NULL;
     llama_log_set(keep_errors, NULL);
-    last_error[0] = '\0';
+    first_error[0] = '\0';
     if (access(path, R_OK) != 0) return error_set(error, OSCAR_ERROR_IO, -1, "cannot read %s: %s", path, strerror(errno));
     llama_backend_init();
     struct llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = 0;
     *out = llama_model_load_from_file(path, params);
-    if (!*out) return error_set(error, OSCAR_ERROR_FORMAT, -1, "%s: libllama cannot load it: %s", path, last_error);
+    if (!*out) return error_set(error, OSCAR_ERROR_FORMAT, -1, "%s: libllama cannot load it: %s", path, first_error);
     return OSCAR_OK;
 }
 
@@ -47,10 +46,11 @@ oscar_status runner_init(runner *r, struct llama_model *model, int32_t n_ctx, in
     params.offload_kqv = params.op_offload = false;
     oscar_status status = oscar_llama_prepare(&r->layer, model, &params, options, error);
     if (status != OSCAR_OK) return status;
+    first_error[0] = '\0';
     r->ctx = llama_init_from_model(model, params);
     if (!r->ctx) {
         runner_destroy(r);
-        return error_set(error, OSCAR_ERROR_MEMORY, -1, "libllama made no context of %d tokens: %s", n_ctx, last_error);
+        return error_set(error, OSCAR_ERROR_MEMORY, -1, "libllama made no context of %d tokens: %s", n_ctx, first_error);
     }
     status = oscar_llama_attach(r->layer, r->ctx, error);
     if (status != OSCAR_OK) {

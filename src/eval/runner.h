@@ -7,11 +7,9 @@
 #include "base/base.h"
 #include "oscar/llama.h"
 
-/* Loads a GGUF file on the CPU. libllama's own messages are kept from the terminal; its last error
+/* Loads a GGUF file on the CPU. libllama's own messages are kept from the terminal; its first error
  * becomes part of the message. Errors: IO, FORMAT. */
 oscar_status runner_load_model(struct llama_model **out, const char *path, oscar_error *error);
-/* The last error line that libllama logged, "" when there was none. */
-const char *runner_libllama_error(void);
 
 /* One context under the layer. */
 typedef struct runner {
