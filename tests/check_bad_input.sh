@@ -20,7 +20,7 @@ cases=0
 refused() {
     local pattern=$1 status=0
     shift
-    "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    timeout 120 "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
     [ "$status" = 1 ] || [ "$status" = 2 ] || fail "$*: exit code $status: $(tail -n 5 "$work/err")"
     # llama-cli itself writes "Loading model" to stdout before it has a context.
     [ "${2:-}" = run ] || [ ! -s "$work/out" ] || fail "$*: failed but wrote to stdout: $(head -c 300 "$work/out")"
@@ -98,5 +98,5 @@ refused 'not written: File too large' bash -c 'trap "" XFSZ; ulimit -f 512; exec
 
 # Contexts beyond the memory, on our cache: refused before anything is served.
 refused 'this machine has' "$oscar" run "$model" --rotations "$good" -p hello -n 2 -- -t 1 -c 2000000000
-refused 'memory' "$oscar" serve "$model" --rotations "$good" --kv-memory 900G -- --port 0
+refused 'this machine has' "$oscar" serve "$model" --rotations "$good" -- -t 1 -c 2000000000 --port 0
 echo "check_bad_input: $cases mistakes refused"
