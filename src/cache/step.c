@@ -12,7 +12,8 @@
 #include <math.h>
 
 /* Pages that one piece of a split decode reads; two pieces from SPLIT_LEAST pages on, or few KV heads
- * would leave threads idle. */
+ * would leave threads idle. Not so in an exact cache: it is what others are compared with, and a prompt
+ * in short pieces should sum in the order of a whole one as far as that goes. */
 #define SPLIT_PAGES 16
 #define SPLIT_LEAST 3
 /* Query tokens of a sequence up to which its pages are split. */
@@ -134,7 +135,8 @@ static void add_block(oscar_cache *cache, step_block block, bool split, int32_t 
     int32_t pages = block.page_end - block.page_begin;
     block.short_run = split;
     block.n_splits = split ? (pages + SPLIT_PAGES - 1) / SPLIT_PAGES : 1;
-    if (split && block.n_splits == 1 && pages >= SPLIT_LEAST) block.n_splits = 2;
+    bool exact = cache->options.kv_type == OSCAR_KV_F32;
+    if (split && !exact && block.n_splits == 1 && pages >= SPLIT_LEAST) block.n_splits = 2;
     if (block.n_splits > 1 && *n_partials + block.n_splits * heads > cache->max_partials) block.n_splits = 1;
     block.partial = *n_partials;
     if (block.n_splits > 1) {
