@@ -4,19 +4,10 @@
 # and flipped; GGUF files cut, of an unknown architecture; a full disk; contexts beyond the memory.
 # usage: check_bad_input.sh BUILD_DIR
 set -euo pipefail
-build=$(cd "$1" && pwd)
-source_dir=$(cd "$(dirname "$0")/.." && pwd)
-. "$source_dir/scripts/common.sh"
-oscar=$build/oscar
-[ -x "$oscar" ] || { echo "no oscar program in $build (built without llama.cpp)"; exit 77; }
-model=${OSCAR_TEST_MODEL:-$(oscar_cache_dir)/models/smollm2-135m.gguf}
-[ -f "$model" ] || { echo "no model: $model (oscar pull smollm2-135m)"; exit 77; }
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-fail() { printf 'check_bad_input: %s\n' "$*" >&2; exit 1; }
+. "$(dirname "$0")/oscar_setup.sh"
 
 cases=0
-# refused PATTERN COMMAND...: the last line on stderr matches and begins with "oscar" or names the layer.
+# refused PATTERN COMMAND...: fails with a line that matches, prints no result, writes no file.
 refused() {
     local pattern=$1 status=0
     shift

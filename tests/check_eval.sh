@@ -3,16 +3,7 @@
 # twice, exact against exact is 0, and the 2-bit cache close to it.
 # usage: check_eval.sh BUILD_DIR
 set -euo pipefail
-build=$(cd "$1" && pwd)
-source_dir=$(cd "$(dirname "$0")/.." && pwd)
-. "$source_dir/scripts/common.sh"
-oscar=$build/oscar
-[ -x "$oscar" ] || { echo "no oscar program in $build (built without llama.cpp)"; exit 77; }
-model=${OSCAR_TEST_MODEL:-$(oscar_cache_dir)/models/smollm2-135m.gguf}
-[ -f "$model" ] || { echo "no model: $model (oscar pull smollm2-135m)"; exit 77; }
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-fail() { printf 'check_eval: %s\n' "$*" >&2; exit 1; }
+. "$(dirname "$0")/oscar_setup.sh"
 
 # refused PATTERN COMMAND...: fails with a line that matches, prints no result, writes no file.
 refused() {

@@ -121,7 +121,7 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
  * nothing. */
 static const attn_decode_ops *choose_ops(const oscar_cache *cache, const step_block *block, const attn_rows *rows,
                                          const attn_decode *decode) {
-    if (cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi) return NULL;
+    if (cache_is_exact(cache)) return NULL;
     const attn_decode_ops *ops = block->short_run ? attn_decode_current() : NULL;
     if (ops && rows->n_rows <= ops->max_rows) return ops;
     ops = attn_prefill_current();
@@ -157,7 +157,7 @@ static void prefetch_history(const oscar_cache *cache, const step_block *block, 
 static void history_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
                          attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
-    if (cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi) {
+    if (cache_is_exact(cache)) {
         exact_tile(cache, block, head, b, valid, rows, masks, scratch);
         return;
     }

@@ -225,7 +225,7 @@ static bool layer_constants(cache_layer *layer) {
 static void layer_layout(oscar_cache *cache, cache_layer *layer, size_t *history, size_t *overlay) {
     size_t heads = (size_t)layer->shape.n_kv_heads;
     size_t side = (size_t)layer->shape.head_dim * OSCAR_PAGE_TOKENS;
-    bool exact = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+    bool exact = cache_is_exact(cache);
     layer->k_side = page_side_make(PAGE_KEY, layer->shape.head_dim, layer->k_codec[0].bits);
     layer->v_side = page_side_make(PAGE_VALUE, layer->shape.head_dim, layer->v_codec[0].bits);
     layer->history_offset = *history;

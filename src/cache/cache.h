@@ -200,6 +200,11 @@ struct oscar_cache {
     uint64_t geometry_hash, fit_hash; /* of what a saved sequence depends on, see save.c */
 };
 
+/* Its history keeps floats: of an exact cache, and of the KIVI baseline. */
+static inline bool cache_is_exact(const oscar_cache *cache) {
+    return cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+}
+
 /* Comparisons only (oscar eval): oscar_cache_create() with the KIVI quantiser, keys per channel over
  * `group_tokens` tokens, values per token, 2 bits unless the options say otherwise. History is held
  * as float32; oscar_cache_stats.history_bits says what it would take. */

@@ -85,10 +85,9 @@ void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options) {
 
 /* ------------------------------------------------------------------------------------------ sizes */
 
-static bool is_exact(const oscar_cache *cache) { return cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi; }
 
 static size_t row_bytes(const oscar_cache *cache, const page_side *side) {
-    if (is_exact(cache)) return (size_t)side->head_dim * sizeof(float);
+    if (cache_is_exact(cache)) return (size_t)side->head_dim * sizeof(float);
     return (size_t)side->bits * (size_t)side->head_dim / 8 + (size_t)side->n_groups * 2 * sizeof(uint16_t);
 }
 
@@ -178,7 +177,7 @@ static size_t move_history_row(const oscar_cache *cache, const cache_seq *s, con
     const page_side *layout = side ? &layer->v_side : &layer->k_side;
     uint8_t *page = pool_page(&cache->history, s->history[position / OSCAR_PAGE_TOKENS]);
     uint8_t *base = layer_history(layer, page, head) + (side ? layer->history_value_offset : 0);
-    if (is_exact(cache)) {
+    if (cache_is_exact(cache)) {
         float *rows = (float *)(void *)base;
         int32_t stride = side ? 1 : OSCAR_PAGE_TOKENS;
         rows += side ? slot * d : slot;

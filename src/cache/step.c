@@ -375,7 +375,7 @@ static void put_overlay(const oscar_cache *cache, const step_segment *segment, i
 
 /* The rows of a segment, one head and side. */
 static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side) {
-    bool exact = cache->options.kv_type == OSCAR_KV_F32 || cache->baseline_kivi;
+    bool exact = cache_is_exact(cache);
     for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
         if (exact)
             put_exact(cache, segment, head, side, i);

@@ -194,8 +194,8 @@ const char *cli_bytes_text(int64_t bytes, char text[32]);
 /* Becomes argv[0] with liboscar-llama.so preloaded and the options in its environment (OSCAR_KV,
  * OSCAR_ROTATIONS, ...; an option that was not given leaves its variable as it is). A program's name
  * without a slash is looked for in OSCAR_LLAMA_BIN, then in the llama.cpp this was built with, then
- * in PATH. A Python program also gets LLAMA_CPP_LIB_PATH. `rotations` may be NULL: the layer then says so when it needs them. argv ends with NULL.
- * Returns only on failure, with CLI_FAILURE after a message. */
+ * in PATH. A Python program also gets LLAMA_CPP_LIB_PATH. `rotations` may be NULL: the layer then says
+ * so when it needs them. argv ends with NULL. Returns only on failure, with CLI_FAILURE after a message. */
 int cli_exec_wrapped(const cli_cache *cache, const char *rotations, bool pass_through, char **argv);
 
 /* ------------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include "cli/cli.h"
 
 /* False, with errno set, when the environment cannot grow. */
@@ -121,10 +124,8 @@ static int set_front(const char *ours) {
     const char *given = getenv("LLAMA_CPP_LIB_PATH");
     if (given && *given) return CLI_CONTINUE;
     if (!find_libllama(theirs)) return cli_error("no libllama.so in " OSCAR_LLAMA_BIN " for Python to open");
-    uint64_t hash = 14695981039346656037u; /* FNV-1a of both paths: other libraries, another folder */
-    const char *paths[2] = {ours, theirs};
-    for (int i = 0; i < 2; i++)
-        for (const char *c = paths[i]; *c; c++) hash = (hash ^ (uint8_t)*c) * 1099511628211u;
+    /* Of both paths: other libraries, another folder. */
+    uint64_t hash = XXH3_64bits_withSeed(theirs, strlen(theirs), XXH3_64bits(ours, strlen(ours)));
     snprintf(name, sizeof name, "front-%016" PRIx64, hash);
     int stop = cli_cache_folder(folder, name);
     if (stop == CLI_CONTINUE)
