@@ -277,6 +277,48 @@ static inline oscar_cache_stats stats_of(const oscar_cache *cache) {
     return stats;
 }
 
+/* A prompt of n tokens; prompts of one seed begin alike up to `common`. */
+static inline chain *prompt(const world *w, uint64_t seed, int common, uint64_t other, int n) {
+    chain *c = calloc(1, sizeof *c);
+    c->pure = INT32_MAX;
+    for (int i = 0; i < n; i++) chain_add(w, c, (int32_t)(mix(i < common ? seed : other, (uint64_t)i) % 1000), 0);
+    return c;
+}
+
+/* What the sequence holds is the chain's; so is the output of a token more. */
+static inline void assert_goes_on(world *w, int32_t seq, const chain *c) {
+    chain *more = malloc(sizeof *more), *cold = malloc(sizeof *cold);
+    *more = *c;
+    chain_check(w->cache, seq, more);
+    chain_add(w, more, 7, 0);
+    float got[CHAIN_ROW], want[CHAIN_ROW];
+    HOLDS(oscar_seq_reserve(w->cache, seq, 1, NULL) == OSCAR_OK);
+    chain_compute(w, w->cache, seq, more, c->n, c->n + 1, true, got);
+    HOLDS(oscar_seq_truncate(w->cache, seq, c->n, NULL, NULL) == OSCAR_OK);
+    world fresh = *w;
+    oscar_cache_options o = world_options(w, 1, c->n / 64 + 2);
+    o.kv_type = w->cache->options.kv_type;
+    if (o.kv_type == OSCAR_KV_F32) o.rotations = NULL;
+    o.sink = w->cache->options.sink, o.recent = w->cache->options.recent;
+    world_open(&fresh, &o);
+    *cold = *more;
+    cold->known = cold->low = 0;
+    assert_true(chain_feed(&fresh, 0, cold, c->n, false));
+    HOLDS(oscar_seq_reserve(fresh.cache, 0, 1, NULL) == OSCAR_OK);
+    chain_compute(w, fresh.cache, 0, cold, c->n, c->n + 1, false, want);
+    int width = w->layers[CHAIN_LAYERS - 1].n_q_heads * w->layers[CHAIN_LAYERS - 1].head_dim;
+    assert_memory_equal(got, want, sizeof(float) * (size_t)width); /* same rows, same steps: same bits */
+    oscar_cache_free(fresh.cache);
+    free(more), free(cold);
+}
+
+static inline uint8_t *save_seq(const world *w, int32_t seq, size_t *bytes) {
+    *bytes = oscar_seq_save_bytes(w->cache, seq);
+    uint8_t *out = malloc(*bytes);
+    assert_int_equal(oscar_seq_save(w->cache, seq, out, *bytes, NULL), OSCAR_OK);
+    return out;
+}
+
 /* ------------------------------------------------------------------------ the inside, counted again */
 
 static inline void check_pool(const page_pool *pool, const int32_t *refs) {

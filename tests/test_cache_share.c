@@ -4,48 +4,6 @@
 
 #include "cache_chain.h"
 
-/* A prompt of n tokens; prompts of one seed begin alike up to `common`. */
-static chain *prompt(const world *w, uint64_t seed, int common, uint64_t other, int n) {
-    chain *c = calloc(1, sizeof *c);
-    c->pure = INT32_MAX;
-    for (int i = 0; i < n; i++) chain_add(w, c, (int32_t)(mix(i < common ? seed : other, (uint64_t)i) % 1000), 0);
-    return c;
-}
-
-/* What the sequence holds is the chain's; so is the output of a token more. */
-static void assert_goes_on(world *w, int32_t seq, const chain *c) {
-    chain *more = malloc(sizeof *more), *cold = malloc(sizeof *cold);
-    *more = *c;
-    chain_check(w->cache, seq, more);
-    chain_add(w, more, 7, 0);
-    float got[CHAIN_ROW], want[CHAIN_ROW];
-    HOLDS(oscar_seq_reserve(w->cache, seq, 1, NULL) == OSCAR_OK);
-    chain_compute(w, w->cache, seq, more, c->n, c->n + 1, true, got);
-    HOLDS(oscar_seq_truncate(w->cache, seq, c->n, NULL, NULL) == OSCAR_OK);
-    world fresh = *w;
-    oscar_cache_options o = world_options(w, 1, c->n / 64 + 2);
-    o.kv_type = w->cache->options.kv_type;
-    if (o.kv_type == OSCAR_KV_F32) o.rotations = NULL;
-    o.sink = w->cache->options.sink, o.recent = w->cache->options.recent;
-    world_open(&fresh, &o);
-    *cold = *more;
-    cold->known = cold->low = 0;
-    assert_true(chain_feed(&fresh, 0, cold, c->n, false));
-    HOLDS(oscar_seq_reserve(fresh.cache, 0, 1, NULL) == OSCAR_OK);
-    chain_compute(w, fresh.cache, 0, cold, c->n, c->n + 1, false, want);
-    int width = w->layers[CHAIN_LAYERS - 1].n_q_heads * w->layers[CHAIN_LAYERS - 1].head_dim;
-    assert_memory_equal(got, want, sizeof(float) * (size_t)width); /* same rows, same steps: same bits */
-    oscar_cache_free(fresh.cache);
-    free(more), free(cold);
-}
-
-static uint8_t *save_seq(const world *w, int32_t seq, size_t *bytes) {
-    *bytes = oscar_seq_save_bytes(w->cache, seq);
-    uint8_t *out = malloc(*bytes);
-    assert_int_equal(oscar_seq_save(w->cache, seq, out, *bytes, NULL), OSCAR_OK);
-    return out;
-}
-
 /* Sixteen sequences with one prompt of 4,000 tokens, in a pool that could not hold it twice. */
 static void test_sixteen_prompts(void **state) {
     (void)state;
@@ -554,6 +512,10 @@ static void test_restore(void **state) {
         c->pure = kv == OSCAR_KV_F32 ? INT32_MAX : 256;
         chain_check(again.cache, 0, c);
         check_inside(again.cache);
+        chain *e = prompt(&w, 85, 300, 0, 300);
+        size_t other_bytes;
+        assert_true(chain_feed(&again, 1, e, 300, true));
+        uint8_t *other = save_seq(&again, 1, &other_bytes);
         oscar_cache_free(again.cache);
         /* Room: of cached pages, of the sequence's own, and none. */
         for (int i = 0; i < 3; i++) { /* fills the pool with cached pages */
@@ -567,11 +529,18 @@ static void test_restore(void **state) {
         assert_true(chain_feed(&w, 0, b, 200, false));
         assert_int_equal(oscar_seq_reserve(w.cache, 3, 3 * 64, NULL), OSCAR_OK); /* 5 + 4 + 3 pages live */
         assert_int_equal(oscar_seq_restore(w.cache, 2, saved, bytes, NULL, NULL), OSCAR_OK);
-        assert_int_equal(oscar_seq_restore(w.cache, 0, saved, bytes, NULL, NULL), OSCAR_ERROR_NO_SPACE);
+        assert_int_equal(oscar_seq_restore(w.cache, 0, other, other_bytes, NULL, NULL), OSCAR_ERROR_NO_SPACE);
         chain_check(w.cache, 0, b);
+        check_inside(w.cache);
+        /* What the cache holds already takes no room: one page more instead of five. */
+        assert_int_equal(oscar_seq_restore(w.cache, 0, saved, bytes, NULL, NULL), OSCAR_OK);
+        assert_int_equal(stats_of(w.cache).pages_live, 6 + 3);
+        assert_int_equal(oscar_seq_restore(w.cache, 0, saved, bytes, NULL, NULL), OSCAR_OK); /* it holds them itself */
+        assert_int_equal(stats_of(w.cache).pages_live, 6 + 3);
+        assert_goes_on(&w, 0, a);
         assert_goes_on(&w, 2, a);
         check_inside(w.cache);
-        free(saved), free(a), free(b), free(c);
+        free(saved), free(other), free(a), free(b), free(c), free(e);
         world_close(&w);
     }
 }

@@ -6,10 +6,10 @@
  */
 #include "test_llama_util.h"
 
-enum { N = 300, N_MORE = 12, N_CTX = 512 };
+enum { N = 300, N_MORE = 12, N_LONG = N + 40, N_CTX = 512 };
 
-static llama_token tokens[N + N_MORE];
-static llama_token others[N];
+static llama_token tokens[N_LONG];
+static llama_token others[N_LONG];
 static oscar_rotations *rotations;
 static char folder[] = "test_llama_state.XXXXXX";
 
@@ -341,6 +341,44 @@ static void test_whole(void **state) {
     drop(h);
 }
 
+/* Four sequences with one prompt, in a context that could not hold it twice. */
+static void test_whole_shared(void **state) {
+    (void)state;
+    enum { SEQS = 4, OWN = 20 };
+    held h = hold(OSCAR_KV_INT2, SEQS, N_CTX), fresh = hold(OSCAR_KV_INT2, SEQS, N_CTX);
+    assert_int_equal(run(h, tokens, 0, N, 256, 0), 0);
+    for (int s = 1; s < SEQS; s++) oscar_llama_memory_seq_cp(h.layer, 0, s, -1, -1);
+    for (int s = 1; s < SEQS; s++) assert_int_equal(run(h, others + s, N, N + OWN, OWN, s), 0);
+    oscar_cache_stats before = stats_of(h);
+    assert_true((N + OWN + 63) / 64 * (SEQS - 1) + (N + 63) / 64 > before.pages_total);
+    size_t size = oscar_llama_state_get_size(h.layer);
+    uint8_t *blob = malloc(size);
+    assert_int_equal(oscar_llama_state_get_data(h.layer, blob, size), size);
+    held contexts[2] = {h, fresh};
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(oscar_llama_state_set_data(contexts[i].layer, blob, size), size);
+        oscar_cache_stats s = stats_of(contexts[i]);
+        assert_int_equal(s.pages_live, before.pages_live);
+        assert_int_equal(s.pages_shared, N / 64);
+    }
+    /* From here on both compute the same, in a sequence whose pages others hold as well. */
+    int at = N + OWN;
+    for (int i = 0; i < 2; i++) assert_int_equal(run(contexts[i], tokens, at, at + 5, 5, SEQS - 1), 0);
+    float *a = copy_logits(h, -1);
+    expect_equal(a, copy_logits(fresh, -1), "four sequences of one prompt restored");
+    free(a);
+    float *reference = go_on(h, 0);
+    expect_equal(reference, go_on(fresh, 0), "the first of them");
+    held alone = hold(OSCAR_KV_INT2, 1, N_CTX);
+    assert_int_equal(run(alone, tokens, 0, N, 256, 0), 0);
+    expect_equal(reference, go_on(alone, 0), "as if it were alone");
+    free(reference);
+    free(blob);
+    drop(alone);
+    drop(fresh);
+    drop(h);
+}
+
 /* Prompts around the page size sent twice: the second time all but the last token is known. */
 static void test_known_prompts(void **state) {
     (void)state;
@@ -375,15 +413,15 @@ int main(void) {
     if (oscar_isa_select("avx512") != OSCAR_OK) assert_int_equal(oscar_isa_select("ref"), OSCAR_OK);
     if (!open_model()) return 77;
     uint64_t rng = rng_seed("test_llama_state", 77);
-    for (int i = 0; i < N + N_MORE; i++) tokens[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
-    for (int i = 0; i < N; i++) others[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
+    for (int i = 0; i < N_LONG; i++) tokens[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
+    for (int i = 0; i < N_LONG; i++) others[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
     if (!mkdtemp(folder)) return 1;
     rotations = hadamard();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_round_trip_int2), cmocka_unit_test(test_round_trip_f32),
         cmocka_unit_test(test_bits),            cmocka_unit_test(test_pages),
         cmocka_unit_test(test_empty),           cmocka_unit_test_prestate(test_refused, &rng),
-        cmocka_unit_test_prestate(test_seq_file, &rng), cmocka_unit_test(test_whole),
+        cmocka_unit_test_prestate(test_seq_file, &rng), cmocka_unit_test(test_whole), cmocka_unit_test(test_whole_shared),
         cmocka_unit_test(test_known_prompts),
     };
     int failed = cmocka_run_group_tests(tests, NULL, NULL);

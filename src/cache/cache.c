@@ -383,13 +383,14 @@ static oscar_status make_pools(oscar_cache *cache, size_t history_bytes, size_t 
     const oscar_cache_options *o = &cache->options;
     int64_t per_seq = pages_for(o->sink) + pages_for(o->recent + o->lookahead) + 2;
     int64_t chunk = pages_for(o->n_chunk_max) + 1;
-    /* One for each history page; and a sequence may hold some that lack rows: restored ones, and the
-     * one that it writes. */
+    /* A chunk whose tokens belong to every sequence at once takes pages in each of them, and restored
+     * sequences may share history without sharing BF16 rows. That is rare, and address space costs nothing
+     * until it is touched, so what counts as memory is windows and one chunk, or one page for each history
+     * page; besides, a sequence may hold some that lack rows: restored ones, and the one that it writes. */
     int64_t most = (int64_t)cache->max_pages + (2 + pages_for(o->sink)) * (int64_t)o->n_seqs_max;
-    /* A chunk whose tokens belong to every sequence at once takes pages in each of them. That is
-     * rare, and address space costs nothing until it is touched, so only one chunk counts as memory. */
-    int64_t n_overlay = (per_seq + chunk) * o->n_seqs_max, usual = per_seq * o->n_seqs_max + chunk;
-    if (n_overlay > most) n_overlay = most;
+    int64_t in_flight = chunk * o->n_seqs_max, usual = per_seq * o->n_seqs_max + chunk;
+    if (in_flight > (int64_t)cache->max_pages + o->n_seqs_max) in_flight = (int64_t)cache->max_pages + o->n_seqs_max;
+    int64_t n_overlay = per_seq * o->n_seqs_max + in_flight;
     if (usual > most) usual = most;
     if (!cache->has_overlay) n_overlay = usual = 0;
     double wanted = (double)cache->max_pages * (double)history_bytes + (double)usual * (double)overlay_bytes;

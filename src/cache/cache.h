@@ -46,6 +46,8 @@ int32_t pool_shared(const page_pool *pool);     /* pages with more than one refe
 static inline uint8_t *pool_page(const page_pool *pool, int32_t page) {
     return pool->memory + (size_t)page * pool->page_bytes;
 }
+/* Others hold it, or will find it: it is not to be written. */
+static inline bool pool_is_common(const page_pool *pool, int32_t page) { return pool->refs[page] > 1 || pool->kept[page]; }
 static inline int32_t pool_live(const page_pool *pool) { return pool->n_pages - pool->n_free - pool->n_cached; }
 
 /* What the index knows of a history page, see share.c. */
@@ -216,6 +218,14 @@ oscar_status cache_create_kivi(oscar_cache **out, const oscar_cache_options *opt
 oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_t bytes, int64_t *n_tokens, size_t *used,
                                oscar_error *error);
 
+/* Full pages at the beginning of two checked saved sequences that one page each can hold: the same salt,
+ * ids and rows. 0 where there are no more than `least`, which is found out without looking at all. */
+int32_t cache_saved_common(const oscar_cache *cache, const void *a, size_t a_bytes, const void *b, size_t b_bytes, int32_t least);
+/* Restores a checked saved sequence with that many first pages held together with `donor`, which was
+ * restored from the other one. */
+oscar_status cache_restore_beside(oscar_cache *cache, int32_t seq, const void *data, size_t bytes, int32_t donor, int32_t n_shared,
+                                  oscar_error *error);
+
 /* Fills geometry_hash and fit_hash. */
 void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options);
 
@@ -228,6 +238,9 @@ int32_t cache_take_overlay(oscar_cache *cache);
 /* Puts the pages that the tokens [begin, end) completed into the index, or replaces them by equal
  * ones that are there. */
 void share_completed(oscar_cache *cache, cache_seq *seq, int64_t begin, int64_t end);
+/* Pages b of the index with this parent, salt (of first pages) and ids, one after the other: NO_PAGE
+ * begins and ends. */
+int32_t share_next(const oscar_cache *cache, int32_t parent, uint64_t salt, int32_t b, const int32_t *tokens, int32_t after);
 /* Takes a page that is live once, and has no children, out of the index: it is to be written. */
 void share_forget(oscar_cache *cache, int32_t page);
 
@@ -250,6 +263,12 @@ thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
 /* Positions of page b that the query at t sees in BF16 and in the history. */
 void cache_masks(const oscar_cache *cache, const cache_seq *seq, int32_t window, int32_t b,
                  int64_t t, uint64_t *far, uint64_t *near);
+
+/* Whether overlay page b has all its 64 rows, where they are valid from recent_low on. */
+static inline bool cache_is_whole(const oscar_cache *cache, int64_t recent_low, int32_t b) {
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
+    return cache->has_overlay && (recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink);
+}
 
 static inline uint8_t *layer_history(const cache_layer *layer, uint8_t *page, int32_t head) {
     return page + layer->history_offset + (size_t)head * layer->history_head_bytes;

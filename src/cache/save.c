@@ -85,7 +85,6 @@ void cache_fingerprint(oscar_cache *cache, const oscar_cache_options *options) {
 
 /* ------------------------------------------------------------------------------------------ sizes */
 
-
 static size_t row_bytes(const oscar_cache *cache, const page_side *side) {
     if (cache_is_exact(cache)) return (size_t)side->head_dim * sizeof(float);
     return (size_t)side->bits * (size_t)side->head_dim / 8 + (size_t)side->n_groups * 2 * sizeof(uint16_t);
@@ -95,17 +94,23 @@ static bool has_overlay_row(const oscar_cache *cache, int64_t position, int64_t 
     return cache->has_overlay && (position < cache->options.sink || position >= recent_low);
 }
 
+/* Saved BF16 rows of the positions below `end`. */
+static size_t n_overlay_rows(const oscar_cache *cache, const saved_header *h, int64_t end) {
+    int64_t sink = cache->options.sink;
+    if (!cache->has_overlay) return 0;
+    if (h->recent_low <= sink || end <= sink) return (size_t)end;
+    return (size_t)(sink + (end > h->recent_low ? end - h->recent_low : 0));
+}
+
 static size_t saved_bytes(const oscar_cache *cache, const saved_header *h) {
-    int64_t n_tokens = h->n_tokens, recent_low = h->recent_low;
-    size_t history = 0, overlay = 0, rows = 0;
+    size_t history = 0, overlay = 0;
     for (int32_t i = 0; i < cache->n_layers; i++) {
         const cache_layer *l = &cache->layers[i];
         history += (size_t)l->shape.n_kv_heads * (row_bytes(cache, &l->k_side) + row_bytes(cache, &l->v_side));
         overlay += (size_t)l->shape.n_kv_heads * 2 * (size_t)l->shape.head_dim * sizeof(uint16_t);
     }
-    for (int64_t p = 0; p < n_tokens; p++) rows += has_overlay_row(cache, p, recent_low);
-    return header_bytes(h->version) + history * (size_t)n_tokens + overlay * rows + (size_t)h->n_known * sizeof(int32_t) +
-           sizeof(uint64_t);
+    return header_bytes(h->version) + history * (size_t)h->n_tokens + overlay * n_overlay_rows(cache, h, h->n_tokens) +
+           (size_t)h->n_known * sizeof(int32_t) + sizeof(uint64_t);
 }
 
 /* The first BF16 row past the sink that is saved: what a rollback within the lookahead can reach. */
@@ -170,43 +175,75 @@ static size_t unpack_row(const page_side *side, const uint8_t *in, uint8_t *code
     return n + (size_t)side->n_groups * 4;
 }
 
-/* One history row between its page and the saved form. Returns the bytes it takes there. */
-static size_t move_history_row(const oscar_cache *cache, const cache_seq *s, const cache_layer *layer, int32_t head,
-                               int side, int64_t position, uint8_t *bytes, bool save) {
-    int32_t d = layer->shape.head_dim, slot = (int32_t)(position % OSCAR_PAGE_TOKENS);
-    const page_side *layout = side ? &layer->v_side : &layer->k_side;
-    uint8_t *page = pool_page(&cache->history, s->history[position / OSCAR_PAGE_TOKENS]);
-    uint8_t *base = layer_history(layer, page, head) + (side ? layer->history_value_offset : 0);
+/* The saved rows of one layer, head and side. */
+typedef struct saved_rows {
+    const cache_layer *layer;
+    int32_t head;
+    int side;
+    bool overlay;
+    size_t at;        /* of the first one, from the header's beginning */
+    size_t row_bytes;
+} saved_rows;
+
+/* The rows that come next in the saved form, the first ones where *r is zeroed; false after the last. */
+static bool next_rows(const oscar_cache *cache, const saved_header *h, saved_rows *r) {
+    if (!r->layer) {
+        *r = (saved_rows){.layer = cache->layers, .at = header_bytes(h->version)};
+    } else {
+        r->at += r->row_bytes * (r->overlay ? n_overlay_rows(cache, h, h->n_tokens) : (size_t)h->n_tokens);
+        r->side ^= 1;
+        if (r->side == 0 && ++r->head == r->layer->shape.n_kv_heads) {
+            r->head = 0;
+            if (++r->layer == cache->layers + cache->n_layers) {
+                if (r->overlay) return false;
+                r->layer = cache->layers;
+                r->overlay = true;
+            }
+        }
+    }
+    r->row_bytes = r->overlay ? (size_t)r->layer->shape.head_dim * sizeof(uint16_t)
+                              : row_bytes(cache, r->side ? &r->layer->v_side : &r->layer->k_side);
+    return true;
+}
+
+/* Where the row of a position is; it must be there. */
+static size_t row_at(const oscar_cache *cache, const saved_header *h, const saved_rows *r, int64_t position) {
+    return r->at + r->row_bytes * (r->overlay ? n_overlay_rows(cache, h, position) : (size_t)position);
+}
+
+/* One row between slot `slot` of a history page and the saved form. */
+static void move_history_row(const oscar_cache *cache, const saved_rows *r, int32_t page, int32_t slot, uint8_t *bytes, bool save) {
+    int32_t d = r->layer->shape.head_dim;
+    const page_side *layout = r->side ? &r->layer->v_side : &r->layer->k_side;
+    uint8_t *base = layer_history(r->layer, pool_page(&cache->history, page), r->head) + (r->side ? r->layer->history_value_offset : 0);
     if (cache_is_exact(cache)) {
         float *rows = (float *)(void *)base;
-        int32_t stride = side ? 1 : OSCAR_PAGE_TOKENS;
-        rows += side ? slot * d : slot;
+        int32_t stride = r->side ? 1 : OSCAR_PAGE_TOKENS;
+        rows += r->side ? slot * d : slot;
         for (int32_t i = 0; i < d; i++) {
             if (save)
                 memcpy(bytes + 4 * i, rows + i * stride, 4);
             else
                 memcpy(rows + i * stride, bytes + 4 * i, 4);
         }
-        return (size_t)d * sizeof(float);
+        return;
     }
     uint8_t codes[OSCAR_MAX_HEAD_DIM];
     uint16_t params[2 * CODEC_MAX_GROUPS];
     if (save) {
         page_get_row(layout, base, slot, codes, params);
-        return pack_row(layout, codes, params, bytes);
+        pack_row(layout, codes, params, bytes);
+    } else {
+        unpack_row(layout, bytes, codes, params);
+        page_put_row(layout, base, slot, codes, params);
     }
-    size_t used = unpack_row(layout, bytes, codes, params);
-    page_put_row(layout, base, slot, codes, params);
-    return used;
 }
 
-static size_t move_overlay_row(const oscar_cache *cache, const cache_seq *s, const cache_layer *layer, int32_t head,
-                               int side, int64_t position, uint8_t *bytes, bool save) {
-    int32_t d = layer->shape.head_dim, slot = (int32_t)(position % OSCAR_PAGE_TOKENS);
-    if (s->overlay[position / OSCAR_PAGE_TOKENS] == NO_PAGE) return (size_t)d * sizeof(uint16_t);
-    uint8_t *page = pool_page(&cache->overlay, s->overlay[position / OSCAR_PAGE_TOKENS]);
-    page_side_kind kind = side ? PAGE_VALUE : PAGE_KEY;
-    uint16_t *rows = side ? layer_overlay_values(layer, page, head) : layer_overlay_keys(layer, page, head);
+static void move_overlay_row(const oscar_cache *cache, const saved_rows *r, int32_t page, int32_t slot, uint8_t *bytes, bool save) {
+    int32_t d = r->layer->shape.head_dim;
+    uint8_t *memory = pool_page(&cache->overlay, page);
+    page_side_kind kind = r->side ? PAGE_VALUE : PAGE_KEY;
+    uint16_t *rows = r->side ? layer_overlay_values(r->layer, memory, r->head) : layer_overlay_keys(r->layer, memory, r->head);
     for (int32_t i = 0; i < d; i++) {
         uint16_t *at = rows + page_bf16_at(kind, d, slot, i);
         if (save)
@@ -214,26 +251,32 @@ static size_t move_overlay_row(const oscar_cache *cache, const cache_seq *s, con
         else
             memcpy(at, bytes + 2 * i, 2);
     }
-    return (size_t)d * sizeof(uint16_t);
 }
 
-/* Returns the end of the rows in `bytes`. */
-static uint8_t *move_rows(const oscar_cache *cache, const cache_seq *s, const saved_header *header, uint8_t *bytes, bool save) {
-    for (int overlay = 0; overlay < 2; overlay++)
-        for (int32_t i = 0; i < cache->n_layers; i++)
-            for (int32_t h = 0; h < cache->layers[i].shape.n_kv_heads; h++)
-                for (int side = 0; side < 2; side++)
-                    for (int64_t p = 0; p < header->n_tokens; p++) {
-                        if (!overlay)
-                            bytes += move_history_row(cache, s, &cache->layers[i], h, side, p, bytes, save);
-                        else if (has_overlay_row(cache, p, header->recent_low))
-                            bytes += move_overlay_row(cache, s, &cache->layers[i], h, side, p, bytes, save);
-                    }
-    return bytes;
+/* All rows of a sequence. Pages that it shares hold theirs already when it is restored. */
+static void move_rows(const oscar_cache *cache, const cache_seq *s, const saved_header *h, uint8_t *bytes, bool save) {
+    for (saved_rows r = {0}; next_rows(cache, h, &r);) {
+        const page_pool *pool = r.overlay ? &cache->overlay : &cache->history;
+        for (int64_t p = 0; p < h->n_tokens; p++) {
+            int32_t page = (r.overlay ? s->overlay : s->history)[p / OSCAR_PAGE_TOKENS], slot = (int32_t)(p % OSCAR_PAGE_TOKENS);
+            if (r.overlay && (page == NO_PAGE || !has_overlay_row(cache, p, h->recent_low))) continue;
+            if (!save && pool_is_common(pool, page)) continue;
+            uint8_t *at = bytes + row_at(cache, h, &r, p);
+            if (r.overlay)
+                move_overlay_row(cache, &r, page, slot, at, save);
+            else
+                move_history_row(cache, &r, page, slot, at, save);
+        }
+    }
 }
 
-static void move_tokens(const oscar_cache *cache, const cache_seq *s, int64_t n, uint8_t *bytes, bool save) {
-    for (int64_t p = 0; p < n; p += OSCAR_PAGE_TOKENS, bytes += OSCAR_PAGE_TOKENS * sizeof(int32_t)) {
+static size_t tokens_at(const saved_header *h) {
+    return h->bytes - sizeof(uint64_t) - (size_t)h->n_known * sizeof(int32_t);
+}
+
+static void move_tokens(const oscar_cache *cache, const cache_seq *s, const saved_header *h, uint8_t *bytes, bool save) {
+    bytes += tokens_at(h);
+    for (int64_t p = 0, n = h->n_known; p < n; p += OSCAR_PAGE_TOKENS, bytes += OSCAR_PAGE_TOKENS * sizeof(int32_t)) {
         int32_t *tokens = cache->index.tokens + (size_t)s->history[p / OSCAR_PAGE_TOKENS] * OSCAR_PAGE_TOKENS;
         size_t count = (size_t)(n - p < OSCAR_PAGE_TOKENS ? n - p : OSCAR_PAGE_TOKENS);
         memcpy(save ? (void *)bytes : tokens, save ? (const void *)tokens : bytes, count * sizeof *tokens);
@@ -248,8 +291,8 @@ oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, si
     const cache_seq *s = &cache->seqs[seq];
     saved_header header = make_header(cache, s);
     memcpy(out, &header, sizeof header);
-    uint8_t *end = move_rows(cache, s, &header, (uint8_t *)out + sizeof header, true);
-    move_tokens(cache, s, header.n_known, end, true);
+    move_rows(cache, s, &header, out, true);
+    move_tokens(cache, s, &header, out, true);
     uint64_t check = XXH3_64bits(out, need - sizeof check);
     memcpy((uint8_t *)out + need - sizeof check, &check, sizeof check);
     return OSCAR_OK;
@@ -310,42 +353,168 @@ oscar_status cache_check_saved(const oscar_cache *cache, const void *data, size_
     return OSCAR_OK;
 }
 
+/* ------------------------------------------------------------------------------------------ share */
+
+/* A saved sequence that was checked. */
+typedef struct saved_seq {
+    saved_header h;
+    const uint8_t *data;
+} saved_seq;
+
+static saved_seq open_saved(const void *data, size_t bytes) {
+    saved_seq saved = {.data = data};
+    read_header(data, bytes, &saved.h, NULL);
+    return saved;
+}
+
+/* The ids of page b; how many of them are known. ids: [64] */
+static int64_t page_ids(const saved_seq *saved, int32_t b, int32_t *ids) {
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS, n = saved->h.n_known - first;
+    n = n < 0 ? 0 : n > OSCAR_PAGE_TOKENS ? OSCAR_PAGE_TOKENS : n;
+    if (n) memcpy(ids, saved->data + tokens_at(&saved->h) + (size_t)first * sizeof *ids, (size_t)n * sizeof *ids);
+    return n;
+}
+
+/* Whether two saved sequences have the same ids in full page b, and the same rows where both have them. */
+static bool same_saved_page(const oscar_cache *cache, const saved_seq *x, const saved_seq *y, int32_t b) {
+    int32_t ids[2][OSCAR_PAGE_TOKENS];
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS, n = page_ids(x, b, ids[0]);
+    if (n != page_ids(y, b, ids[1]) || memcmp(ids[0], ids[1], (size_t)n * sizeof(int32_t)) != 0) return false;
+    saved_rows r = {0}, q = {0};
+    while (next_rows(cache, &x->h, &r) && next_rows(cache, &y->h, &q))
+        for (int64_t p = first; p < first + OSCAR_PAGE_TOKENS; p++) {
+            if (r.overlay && !(has_overlay_row(cache, p, x->h.recent_low) && has_overlay_row(cache, p, y->h.recent_low))) continue;
+            if (memcmp(x->data + row_at(cache, &x->h, &r, p), y->data + row_at(cache, &y->h, &q, p), r.row_bytes) != 0) return false;
+        }
+    return true;
+}
+
+int32_t cache_saved_common(const oscar_cache *cache, const void *a, size_t a_bytes, const void *b, size_t b_bytes,
+                           int32_t least) {
+    saved_seq x = open_saved(a, a_bytes), y = open_saved(b, b_bytes);
+    int64_t most = (x.h.n_tokens < y.h.n_tokens ? x.h.n_tokens : y.h.n_tokens) / OSCAR_PAGE_TOKENS;
+    int32_t n = 0;
+    if (!cache->index.on || x.h.salt != y.h.salt || least >= most || !same_saved_page(cache, &x, &y, least)) return 0;
+    while (n < most && same_saved_page(cache, &x, &y, n)) n++;
+    return n > least ? n : 0;
+}
+
+/* Whether a page of the cache holds the rows of the saved page b; `whole`: its BF16 rows, too, if the
+ * index has them. */
+static bool is_saved_page(const oscar_cache *cache, int32_t page, const saved_seq *saved, int32_t b, bool whole) {
+    uint8_t row[OSCAR_MAX_HEAD_DIM * sizeof(float)];
+    int32_t overlay = whole ? cache->index.notes[page].overlay : NO_PAGE;
+    for (saved_rows r = {0}; next_rows(cache, &saved->h, &r);) {
+        if (r.overlay && overlay == NO_PAGE) return true;
+        for (int32_t slot = 0; slot < OSCAR_PAGE_TOKENS; slot++) {
+            if (r.overlay)
+                move_overlay_row(cache, &r, overlay, slot, row, true);
+            else
+                move_history_row(cache, &r, page, slot, row, true);
+            const uint8_t *at = saved->data + row_at(cache, &saved->h, &r, (int64_t)b * OSCAR_PAGE_TOKENS + slot);
+            if (memcmp(row, at, r.row_bytes) != 0) return false;
+        }
+    }
+    return true;
+}
+
+/* Rows from here on are restored; saved under a longer lookahead, there are more than there is room for. */
+static int64_t restored_low(const oscar_cache *cache, const saved_header *h) {
+    int64_t low = h->n_tokens - cache->options.recent - cache->options.lookahead;
+    return low > h->recent_low ? low : h->recent_low;
+}
+
+/* Full pages that the index has already, into index.found; their number. */
+static int32_t find_saved(const oscar_cache *cache, const saved_seq *saved, uint64_t salt) {
+    int32_t n = 0, parent = NO_PAGE, ids[OSCAR_PAGE_TOKENS];
+    int64_t low = restored_low(cache, &saved->h);
+    if (!cache->index.on || saved->h.salt != salt) return 0;
+    for (; page_ids(saved, n, ids) == OSCAR_PAGE_TOKENS; n++) {
+        int32_t page = share_next(cache, parent, salt, n, ids, NO_PAGE);
+        while (page != NO_PAGE && !is_saved_page(cache, page, saved, n, cache_is_whole(cache, low, n)))
+            page = share_next(cache, parent, salt, n, ids, page);
+        if (page == NO_PAGE) break;
+        cache->index.found[n] = parent = page;
+    }
+    return n;
+}
+
+/* The BF16 page that goes with shared page b, if it has all rows that the sequence is to have; donor NULL:
+ * the index's. */
+static int32_t shared_overlay(const oscar_cache *cache, const cache_seq *s, const cache_seq *donor, int32_t b) {
+    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS, end = first + OSCAR_PAGE_TOKENS;
+    if (!donor) return cache_is_whole(cache, s->recent_low, b) ? cache->index.notes[s->history[b]].overlay : NO_PAGE;
+    bool sees_recent = end > cache->options.sink && end > s->recent_low;
+    int64_t low = s->recent_low > first ? s->recent_low : first;
+    return sees_recent && donor->recent_low > low ? NO_PAGE : donor->overlay[b];
+}
+
+static oscar_status restore_overlay(oscar_cache *cache, cache_seq *s, const cache_seq *donor, int32_t n_shared, oscar_error *error) {
+    for (int32_t b = 0; cache->has_overlay && (int64_t)b * OSCAR_PAGE_TOKENS < s->length; b++) {
+        int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
+        if (first >= cache->options.sink && first + OSCAR_PAGE_TOKENS <= s->recent_low) continue;
+        int32_t page = b < n_shared ? shared_overlay(cache, s, donor, b) : NO_PAGE;
+        if (page != NO_PAGE) pool_ref(&cache->overlay, page);
+        else page = cache_take_overlay(cache);
+        if (page == NO_PAGE) return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");
+        s->overlay[b] = page;
+    }
+    return OSCAR_OK;
+}
+
+/* ---------------------------------------------------------------------------------------- restore */
+
+/* The first n_shared pages are those in index.found; their BF16 rows are the donor's or the index's. */
+static oscar_status restore(oscar_cache *cache, int32_t seq, const saved_seq *saved, const cache_seq *donor, int32_t n_shared,
+                            oscar_error *error) {
+    cache_seq *s = &cache->seqs[seq];
+    page_pool *pool = &cache->history;
+    const saved_header *h = &saved->h;
+    int32_t *found = cache->index.found, n_pages = (int32_t)((h->n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS);
+    for (int32_t b = 0; b < n_shared; b++) pool_ref(pool, found[b]);
+    int32_t need = n_pages - n_shared, room = pool->n_free + pool->n_cached + seq_own_pages(cache, s);
+    if (need > room) {
+        for (int32_t b = n_shared - 1; b >= 0; b--) pool_unref(pool, found[b]);
+        return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "%lld saved tokens need %d pages, there is room for %d",
+                         (long long)h->n_tokens, need, room);
+    }
+    oscar_seq_clear(cache, seq, NULL);
+    memcpy(s->history, found, (size_t)n_shared * sizeof *found);
+    for (int32_t b = n_shared; b < n_pages; b++) s->history[b] = cache_take_history(cache);
+    s->length = h->n_tokens;
+    s->recent_low = restored_low(cache, h);
+    oscar_status status = restore_overlay(cache, s, donor, n_shared, error);
+    if (status) {
+        oscar_seq_clear(cache, seq, NULL);
+        return status;
+    }
+    /* They are read only, but one function moves rows both ways. */
+    uint8_t *bytes = (uint8_t *)(uintptr_t)saved->data;
+    move_rows(cache, s, h, bytes, false);
+    if (cache->index.on && h->salt == s->salt) {
+        move_tokens(cache, s, h, bytes, false);
+        s->known_end = h->n_known;
+    }
+    cache->index.n_hits += n_shared;
+    share_completed(cache, s, 0, s->length);
+    seq_settle(cache, s);
+    return OSCAR_OK;
+}
+
 oscar_status oscar_seq_restore(oscar_cache *cache, int32_t seq, const void *data, size_t bytes, size_t *used,
                                oscar_error *error) {
     if (seq < 0 || seq >= cache->options.n_seqs_max)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "sequence %d", seq);
-    saved_header h;
-    oscar_status status = check_saved(cache, data, bytes, &h, error);
+    saved_seq saved = {.data = data};
+    oscar_status status = check_saved(cache, data, bytes, &saved.h, error);
     if (status) return status;
-    cache_seq *s = &cache->seqs[seq];
-    int32_t need = (int32_t)((h.n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS);
-    int32_t room = cache->history.n_free + cache->history.n_cached + seq_own_pages(cache, s);
-    if (need > room)
-        return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "%lld saved tokens need %d pages, there is room for %d",
-                         (long long)h.n_tokens, need, room);
-    oscar_seq_clear(cache, seq, NULL);
-    for (int32_t b = 0; b < need; b++) s->history[b] = cache_take_history(cache);
-    s->length = h.n_tokens;
-    /* Saved under a longer lookahead: rows that this cache has no room for are passed over. */
-    int64_t low = h.n_tokens - cache->options.recent - cache->options.lookahead;
-    s->recent_low = low > h.recent_low ? low : h.recent_low;
-    for (int64_t p = 0; p < h.n_tokens; p++) {
-        int32_t *page = &s->overlay[p / OSCAR_PAGE_TOKENS];
-        if (!has_overlay_row(cache, p, s->recent_low) || *page != NO_PAGE) continue;
-        *page = cache_take_overlay(cache);
-        if (*page == NO_PAGE) {
-            oscar_seq_clear(cache, seq, NULL);
-            return error_set(error, OSCAR_ERROR_INTERNAL, -1, "no overlay page left");
-        }
-    }
-    /* The rows are read only, but one function moves them both ways. */
-    uint8_t *end = move_rows(cache, s, &h, (uint8_t *)(uintptr_t)data + header_bytes(h.version), false);
-    if (cache->index.on && h.salt == s->salt) {
-        move_tokens(cache, s, h.n_known, end, false);
-        s->known_end = h.n_known;
-    }
-    share_completed(cache, s, 0, s->length);
-    seq_settle(cache, s);
-    if (used) *used = h.bytes;
-    return OSCAR_OK;
+    if (used) *used = saved.h.bytes;
+    return restore(cache, seq, &saved, NULL, find_saved(cache, &saved, cache->seqs[seq].salt), error);
+}
+
+oscar_status cache_restore_beside(oscar_cache *cache, int32_t seq, const void *data, size_t bytes, int32_t donor, int32_t n_shared,
+                                  oscar_error *error) {
+    saved_seq saved = open_saved(data, bytes);
+    memcpy(cache->index.found, cache->seqs[donor].history, (size_t)n_shared * sizeof(int32_t));
+    return restore(cache, seq, &saved, &cache->seqs[donor], n_shared, error);
 }

@@ -36,8 +36,6 @@ static void release_beyond(oscar_cache *cache, cache_seq *s, int64_t n) {
     }
 }
 
-static bool is_common(const page_pool *pool, int32_t page) { return pool->refs[page] > 1 || pool->kept[page]; }
-
 /* The sequence's page b is replaced by a copy of its own. There must be a page for it. */
 static void copy_history(oscar_cache *cache, cache_seq *s, int32_t b) {
     int32_t from = s->history[b], to = cache_take_history(cache);
@@ -52,7 +50,7 @@ static void copy_history(oscar_cache *cache, cache_seq *s, int32_t b) {
 static bool own_overlay(oscar_cache *cache, cache_seq *s, int32_t b) {
     page_pool *pool = &cache->overlay;
     int32_t from = s->overlay[b];
-    if (!cache->has_overlay || from == NO_PAGE || !is_common(pool, from)) return true;
+    if (!cache->has_overlay || from == NO_PAGE || !pool_is_common(pool, from)) return true;
     int32_t to = cache_take_overlay(cache);
     if (to == NO_PAGE) return false;
     memcpy(pool_page(pool, to), pool_page(pool, from), pool->page_bytes);

@@ -118,18 +118,17 @@ static bool has_key(const page_index *index, int32_t page, const page_key *key) 
            memcmp(index->tokens + (size_t)page * OSCAR_PAGE_TOKENS, key->tokens, OSCAR_PAGE_TOKENS * sizeof(int32_t)) == 0;
 }
 
-/* The page that came last of those with this key. */
-static int32_t find_page(const oscar_cache *cache, const page_key *key) {
+/* The pages with this key, the one that came last first; after NO_PAGE the first of them. */
+static int32_t find_next(const oscar_cache *cache, const page_key *key, int32_t after) {
     const page_index *index = &cache->index;
-    int32_t p = *bucket_of(index, key->hash);
+    int32_t p = after == NO_PAGE ? *bucket_of(index, key->hash) : index->notes[after].next;
     while (p != NO_PAGE && !has_key(index, p, key)) p = index->notes[p].next;
     return p;
 }
 
-/* Whether the sequence's overlay page b has all its 64 rows. */
-static bool is_whole(const oscar_cache *cache, const cache_seq *seq, int32_t b) {
-    int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
-    return seq->recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink;
+int32_t share_next(const oscar_cache *cache, int32_t parent, uint64_t salt, int32_t b, const int32_t *tokens, int32_t after) {
+    page_key key = key_after(cache, parent, salt, (int64_t)b * OSCAR_PAGE_TOKENS, tokens);
+    return find_next(cache, &key, after);
 }
 
 static bool same_bytes(const page_pool *pool, int32_t a, int32_t b) {
@@ -139,9 +138,8 @@ static bool same_bytes(const page_pool *pool, int32_t a, int32_t b) {
 /* A page with this key and the bytes of the sequence's page b, BF16 rows included where both have them. */
 static int32_t find_equal(const oscar_cache *cache, const page_key *key, const cache_seq *seq, int32_t b, bool *unequal) {
     const page_index *index = &cache->index;
-    int32_t overlay = cache->has_overlay && is_whole(cache, seq, b) ? seq->overlay[b] : NO_PAGE;
-    for (int32_t p = find_page(cache, key); p != NO_PAGE; p = index->notes[p].next) {
-        if (!has_key(index, p, key)) continue;
+    int32_t overlay = cache_is_whole(cache, seq->recent_low, b) ? seq->overlay[b] : NO_PAGE;
+    for (int32_t p = find_next(cache, key, NO_PAGE); p != NO_PAGE; p = find_next(cache, key, p)) {
         int32_t theirs = index->notes[p].overlay;
         if (same_bytes(&cache->history, p, seq->history[b]) &&
             (overlay == NO_PAGE || theirs == NO_PAGE || same_bytes(&cache->overlay, theirs, overlay)))
@@ -166,7 +164,7 @@ static void add_page(oscar_cache *cache, int32_t page, const page_key *key) {
 static void share_overlay(oscar_cache *cache, cache_seq *seq, int32_t b) {
     page_note *note = &cache->index.notes[seq->history[b]];
     int32_t *own = &seq->overlay[b];
-    if (!cache->has_overlay || *own == NO_PAGE || *own == note->overlay || !is_whole(cache, seq, b)) return;
+    if (*own == NO_PAGE || *own == note->overlay || !cache_is_whole(cache, seq->recent_low, b)) return;
     if (note->overlay != NO_PAGE) {
         pool_ref(&cache->overlay, note->overlay);
         pool_unref(&cache->overlay, *own);
@@ -185,7 +183,11 @@ void share_completed(oscar_cache *cache, cache_seq *seq, int64_t begin, int64_t 
     if (end > good) end = good;
     for (int32_t b = (int32_t)(begin / OSCAR_PAGE_TOKENS); b < (int32_t)(end / OSCAR_PAGE_TOKENS); b++) {
         int32_t own = seq->history[b], parent = b ? seq->history[b - 1] : NO_PAGE;
-        if (cache->history.kept[own]) continue;
+        if (cache->history.kept[own]) { /* restored in place of one of its own */
+            int32_t theirs = index->notes[own].overlay, rows = seq->overlay[b];
+            if (theirs == NO_PAGE || (rows != NO_PAGE && same_bytes(&cache->overlay, theirs, rows))) share_overlay(cache, seq, b);
+            continue;
+        }
         if (parent != NO_PAGE && !cache->history.kept[parent]) return;
         page_key key = key_after(cache, parent, seq->salt, (int64_t)b * OSCAR_PAGE_TOKENS,
                                  index->tokens + (size_t)own * OSCAR_PAGE_TOKENS);
@@ -214,7 +216,7 @@ static int32_t find_prefix(oscar_cache *cache, uint64_t salt, const int32_t *tok
     for (; n < most; n++) {
         const int32_t *ids = tokens + (size_t)n * OSCAR_PAGE_TOKENS;
         page_key key = key_after(cache, parent, salt, (int64_t)n * OSCAR_PAGE_TOKENS, ids);
-        parent = find_page(cache, &key);
+        parent = find_next(cache, &key, NO_PAGE);
         if (parent == NO_PAGE) break;
         index->found[n] = parent;
     }

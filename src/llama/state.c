@@ -161,10 +161,29 @@ static oscar_status check_whole_header(const uint8_t *src, size_t size, whole_he
     return OSCAR_OK;
 }
 
-/* Every sequence before any is touched: ids in range and rising, rows whole, room for all together. */
-static oscar_status check_whole(oscar_llama *layer, const uint8_t *src, size_t size, whole_header *h) {
-    oscar_status status = check_whole_header(src, size, h, &layer->error);
-    if (status) return status;
+/* One sequence of a saved state, and the pages that an earlier one holds as well. */
+typedef struct whole_part {
+    const uint8_t *data;
+    size_t bytes;
+    int32_t seq, donor, n_shared;
+} whole_part;
+
+/* The earlier sequence that has most of its pages. Sequences are saved whole, each; but what was held once
+ * must be held once again, or a context that fits because prompts are shared could not be restored. */
+static void find_donor(const oscar_cache *cache, whole_part *parts, uint32_t i) {
+    whole_part *part = &parts[i];
+    for (uint32_t j = 0; j < i; j++) {
+        int32_t n = cache_saved_common(cache, parts[j].data, parts[j].bytes, part->data, part->bytes, part->n_shared);
+        if (n > 0) {
+            part->donor = parts[j].seq;
+            part->n_shared = n;
+        }
+    }
+}
+
+/* Every sequence before any is touched: ids in range and rising, rows whole, room for all together.
+ * parts: [h->n_seqs] */
+static oscar_status check_whole(oscar_llama *layer, const uint8_t *src, const whole_header *h, whole_part *parts) {
     size_t at = sizeof *h, end = h->bytes - CHECK_BYTES;
     int64_t n_pages = 0, lowest = 0;
     for (uint32_t i = 0; i < h->n_seqs; i++) {
@@ -178,39 +197,47 @@ static oscar_status check_whole(oscar_llama *layer, const uint8_t *src, size_t s
             return error_set(&layer->error, OSCAR_ERROR_MISMATCH, (int64_t)at, "saved state: sequence %u, expected %lld to %u",
                              entry.seq, (long long)lowest, layer->n_seq_max - 1);
         at += sizeof entry;
-        status = check_seq(layer, src + at, end - at, &n_tokens, &bytes);
+        oscar_status status = check_seq(layer, src + at, end - at, &n_tokens, &bytes);
         if (status) return status;
+        parts[i] = (whole_part){.data = src + at, .bytes = bytes, .seq = (int32_t)entry.seq};
+        find_donor(layer->cache, parts, i);
         at += bytes;
         lowest = (int64_t)entry.seq + 1;
-        n_pages += (n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS;
+        n_pages += (n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS - parts[i].n_shared;
     }
     oscar_cache_stats stats = {.struct_size = sizeof stats};
     oscar_cache_get_stats(layer->cache, &stats);
     if (at != end)
         return error_set(&layer->error, OSCAR_ERROR_FORMAT, (int64_t)at, "saved state: %zu bytes after the last sequence", end - at);
-    /* Pages that sequences shared are saved once for each. */
     if (n_pages > stats.pages_total)
         return error_set(&layer->error, OSCAR_ERROR_NO_SPACE, -1, "the saved state needs %lld pages, the cache has %lld",
                          (long long)n_pages, (long long)stats.pages_total);
     return OSCAR_OK;
 }
 
+static oscar_status restore_parts(oscar_llama *layer, const uint8_t *src, const whole_header *h) {
+    if (h->n_seqs > layer->n_seq_max)
+        return error_set(&layer->error, OSCAR_ERROR_MISMATCH, 16, "saved state of %u sequences, this context has %u", h->n_seqs,
+                         layer->n_seq_max);
+    whole_part *parts = calloc(h->n_seqs ? h->n_seqs : 1, sizeof *parts);
+    if (!parts) return error_set(&layer->error, OSCAR_ERROR_MEMORY, -1, "no memory for %u sequences", h->n_seqs);
+    oscar_status status = check_whole(layer, src, h, parts);
+    if (!status) oscar_llama_memory_clear(layer);
+    for (uint32_t i = 0; !status && i < h->n_seqs; i++) {
+        const whole_part *part = &parts[i];
+        status = part->n_shared ? cache_restore_beside(layer->cache, part->seq, part->data, part->bytes, part->donor, part->n_shared,
+                                                       &layer->error)
+                                : oscar_seq_restore(layer->cache, part->seq, part->data, part->bytes, NULL, &layer->error);
+    }
+    free(parts);
+    return status;
+}
+
 static size_t restore_whole(oscar_llama *layer, const uint8_t *src, size_t size) {
     whole_header h;
-    if (!ready(layer) || check_whole(layer, src, size, &h)) {
+    if (!ready(layer) || check_whole_header(src, size, &h, &layer->error) || restore_parts(layer, src, &h)) {
         stats_note(layer, STATS_REFUSED, 0);
         return 0;
-    }
-    oscar_llama_memory_clear(layer);
-    size_t at = sizeof h;
-    for (uint32_t i = 0; i < h.n_seqs; i++) {
-        whole_entry entry;
-        size_t bytes;
-        memcpy(&entry, src + at, sizeof entry);
-        at += sizeof entry;
-        if (oscar_seq_restore(layer->cache, (int32_t)entry.seq, src + at, h.bytes - CHECK_BYTES - at, &bytes, &layer->error))
-            return 0;
-        at += bytes;
     }
     stats_note(layer, STATS_RESTORE, 0);
     return h.bytes;
