@@ -32,6 +32,8 @@ static int tables(const attn_ops **out) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         out[n++] = &attn_ops_avx512;
+#elif defined(__aarch64__)
+    out[n++] = &attn_ops_neon;
 #endif
     return n;
 }

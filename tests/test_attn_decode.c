@@ -201,12 +201,14 @@ static double worst_error(const decode_case *c, const float *out) {
 #define MAX_TABLES 4
 static int tables(const attn_decode_ops **out) {
     int n = 0;
-#if defined(__x86_64__)
     oscar_isa_select(NULL);
+#if defined(__x86_64__)
     if (isa_current() >= ISA_AVX2) out[n++] = &attn_decode_int2_avx2;
     if (isa_current() >= ISA_AVX512VNNI) out[n++] = &attn_decode_int2_avx512vnni;
     if (isa_current() >= ISA_AMX) out[n++] = &attn_decode_int2_amx;
     if (isa_current() >= ISA_AMX) out[n++] = &attn_prefill_int2_amx;
+#elif defined(__aarch64__)
+    if (isa_current() >= ISA_NEONDOT) out[n++] = &attn_decode_int2_neondot;
 #else
     (void)out;
 #endif

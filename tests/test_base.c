@@ -157,6 +157,12 @@ static void isa_bits(void **state) {
     assert_int_equal(isa_from_cpuid(leaf1, avx2, 0, 0, 0xe7), ISA_AVX2);
     assert_int_equal(isa_from_cpuid(leaf1, 0, 0, 0, 0xe7), ISA_REF);
     assert_int_equal(isa_from_cpuid(0, 0, 0, 0, 0), ISA_REF);
+    const unsigned long asimd = 1ul << 1, dotprod = 1ul << 20;
+    assert_int_equal(isa_from_hwcap(0), ISA_REF);
+    assert_int_equal(isa_from_hwcap(asimd), ISA_NEON);
+    assert_int_equal(isa_from_hwcap(~dotprod), ISA_NEON);
+    assert_int_equal(isa_from_hwcap(dotprod), ISA_REF);
+    assert_int_equal(isa_from_hwcap(asimd | dotprod), ISA_NEONDOT);
     const int needed1[] = {12, 27, 28, 29}, needed7[] = {16, 17, 30, 31};
     for (int i = 0; i < 4; i++) {
         assert_int_equal(isa_from_cpuid(leaf1 & ~(1u << needed1[i]), avx512, 0, 0, 0xe7), ISA_REF);
@@ -169,16 +175,17 @@ static void isa_selection(void **state) {
     unsetenv("OSCAR_ISA");
     assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);
     const isa best = isa_current();
-    const char *const names[] = {"ref", "avx2", "avx512", "avx512vnni", "amx"};
+    const char *const names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
     for (int i = 0; i < ISA_COUNT; i++) {
         oscar_status status = oscar_isa_select(names[i]);
-        assert_int_equal(status, i <= (int)best ? OSCAR_OK : OSCAR_ERROR_UNSUPPORTED);
+        bool runs = i == ISA_REF || (i <= (int)best && (i >= ISA_NEON) == (best >= ISA_NEON));
+        assert_int_equal(status, runs ? OSCAR_OK : OSCAR_ERROR_UNSUPPORTED);
         if (status) continue;
         assert_int_equal(isa_current(), i);
         assert_string_equal(oscar_isa_name(), names[i]);
     }
     assert_int_equal(oscar_isa_select("ref"), OSCAR_OK);
-    assert_int_equal(oscar_isa_select("neon"), OSCAR_ERROR_UNSUPPORTED);
+    assert_int_equal(oscar_isa_select("no such path"), OSCAR_ERROR_UNSUPPORTED);
     assert_int_equal(isa_current(), ISA_REF); /* a refusal changes nothing */
     setenv("OSCAR_ISA", "ref", 1);
     assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);

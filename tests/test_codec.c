@@ -32,6 +32,8 @@ static void find_paths(void) {
     oscar_isa_select(NULL);
     if (isa_current() >= ISA_AVX2) paths[n_paths++] = &codec_ops_avx2;
     if (isa_current() >= ISA_AVX512) paths[n_paths++] = &codec_ops_avx512;
+#elif defined(__aarch64__)
+    paths[n_paths++] = &codec_ops_neon;
 #endif
     printf("paths:");
     for (int p = 0; p < n_paths; p++) printf(" %s", paths[p]->name);

@@ -111,6 +111,7 @@ typedef struct attn_decode_ops {
 extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
+extern const attn_decode_ops attn_decode_int2_neondot;    /* in AArch64 builds */
 /* Any number of rows, by products of BF16 numbers with queries and weights of two each: 16 to 17 bits.
  * A row does not depend on the others, to the bit. */
 extern const attn_decode_ops attn_prefill_int2_amx;       /* in x86-64 builds */
@@ -121,6 +122,7 @@ const attn_decode_ops *attn_prefill_current(void);
 extern const attn_ops attn_ops_ref;
 extern const attn_ops attn_ops_avx2;   /* in x86-64 builds */
 extern const attn_ops attn_ops_avx512; /* in x86-64 builds */
+extern const attn_ops attn_ops_neon;   /* in AArch64 builds */
 /* The table of isa_current(). */
 const attn_ops *attn_ops_current(void);
 

@@ -12,6 +12,8 @@ const attn_ops *attn_ops_current(void) {
     case ISA_AVX2: return &attn_ops_avx2;
     default: break;
     }
+#elif defined(__aarch64__)
+    if (isa_current() >= ISA_NEON) return &attn_ops_neon;
 #endif
     return &attn_ops_ref;
 }
@@ -26,6 +28,9 @@ const attn_decode_ops *attn_decode_current(void) {
     case ISA_AVX2: return &attn_decode_int2_avx2;
     default: break;
     }
+#elif defined(__aarch64__)
+    /* Without dot products of bytes tiles are all there is. */
+    if (isa_current() == ISA_NEONDOT) return &attn_decode_int2_neondot;
 #endif
     return NULL;
 }

@@ -8,12 +8,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
-static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx"};
+static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
@@ -34,15 +36,23 @@ isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, u
     return ISA_AMX;
 }
 
+isa isa_from_hwcap(unsigned long hwcap) {
+    const unsigned long asimd = 1ul << 1, asimddp = 1ul << 20; /* HWCAP_ASIMD, HWCAP_ASIMDDP */
+    if (!(hwcap & asimd)) return ISA_REF;
+    return hwcap & asimddp ? ISA_NEONDOT : ISA_NEON;
+}
+
+#if defined(__x86_64__)
 /* Linux gives a process the tile registers only on request (they make signal frames larger). */
 static bool tiles_granted(void) {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
     return false;
 #endif
 }
+#endif
 
 static isa isa_best(void) {
 #if defined(__x86_64__)
@@ -55,6 +65,10 @@ static isa isa_best(void) {
     (void)b, (void)c;
     isa best = isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, (uint64_t)high << 32 | low);
     return best == ISA_AMX && !tiles_granted() ? ISA_AVX512VNNI : best;
+#elif defined(__aarch64__) && defined(__linux__)
+    return isa_from_hwcap(getauxval(AT_HWCAP));
+#elif defined(__aarch64__)
+    return ISA_NEON;
 #else
     return ISA_REF;
 #endif
@@ -62,7 +76,13 @@ static isa isa_best(void) {
 
 /* -1 when there is no such name or this machine cannot run it. */
 static int isa_find(const char *name) {
-    for (int i = 0; i <= (int)isa_best(); i++)
+#if defined(__aarch64__)
+    const int first = ISA_NEON;
+#else
+    const int first = ISA_AVX2;
+#endif
+    if (strcmp(name, isa_names[ISA_REF]) == 0) return ISA_REF;
+    for (int i = first, best = (int)isa_best(); i <= best; i++)
         if (strcmp(name, isa_names[i]) == 0) return i;
     return -1;
 }

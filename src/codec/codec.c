@@ -40,6 +40,8 @@ uint32_t codec_quantize_rows(const row_codec *codec, int n_rows, const float *x,
     case ISA_AVX2: ops = &codec_ops_avx2; break;
     default: break;
     }
+#elif defined(__aarch64__)
+    if (isa_current() >= ISA_NEON) ops = &codec_ops_neon;
 #endif
     return ops->quantize_rows(codec, n_rows, x, x_stride, y, codes, params);
 }

@@ -62,6 +62,7 @@ typedef struct codec_ops {
 extern const codec_ops codec_ops_ref;
 extern const codec_ops codec_ops_avx2;   /* in x86-64 builds */
 extern const codec_ops codec_ops_avx512; /* in x86-64 builds */
+extern const codec_ops codec_ops_neon;   /* in AArch64 builds */
 
 /* M (symmetric positive semi-definite, [d, d] f64) + damp * mean(diag) I = B D B^T.
  * NOT_FINITE when it has no factor. */

@@ -1,7 +1,7 @@
 /*
  * quantize_rows.inc.h - the quantiser, written once; docs/METHOD.md has the mathematics.
  *
- * Included by quantize_rows_ref.c, _avx2.c and _avx512.c after they have defined `lanes`, sixteen
+ * Included by quantize_rows_ref.c, _avx2.c, _avx512.c and _neon.c after they have defined `lanes`, sixteen
  * floats of sixteen rows, and its operations. A row never leaves its lane and every lane does the
  * same operations in the same order, fused where lanes_fma stands, so all paths give the same bits
  * and a row does not depend on its neighbours. quantize_row.inc.h is the second form, for few rows:
