@@ -55,24 +55,30 @@ typedef struct attn_ops {
                  const float *sines);
 } attn_ops;
 
-/* Decode: a few rows against quantised pages by integer dot products on the codes, without
- * unpacking them to floats. Queries and weights are rounded to 15 bits and a sign, of the row's
- * largest magnitude (weights: of the page's), and go through as a high and a low byte; everything
- * else is float. So results agree with the tiles to about 3e-5, not to the bit. */
+/* Rows against quantised pages by integer dot products on the codes, without unpacking them to floats.
+ * Queries and weights are rounded to 15 bits and a sign, of the row's largest magnitude (weights: of
+ * the page's), and go through as a high and a low byte; everything else is float. So results agree
+ * with the tiles to about 3e-5, not to the bit. What a row receives does not depend, to the bit, on
+ * the other rows of the block: decode, verification and prompts go through the same kernels, so that a
+ * token's answer is the same however its batch was cut. */
+/* Rows of a stripe, which pass a page together. */
 #define ATTN_DECODE_ROWS 16
 /* Chunks of 16 tracked pairs for which the table is kept in tiles. */
 #define ATTN_BIAS_CHUNKS 4
+/* Chunks of 64 channels of all groups together. */
+#define ATTN_KEY_CHUNKS ((OSCAR_MAX_HEAD_DIM + 63) / 64)
 
 typedef struct attn_decode {
     /* Set by the caller. */
-    attn_rows *rows; /* at most ATTN_DECODE_ROWS */
+    attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys */
     /* Set by begin. */
-    float q_scale[ATTN_DECODE_ROWS];
-    float q_sum[ATTN_DECODE_ROWS][CODEC_MAX_GROUPS]; /* of the rounded query over a group */
-    _Alignas(64) int8_t q_bytes[ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
+    float q_scale[ATTN_ROWS_MAX];
+    float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query over a group */
+    _Alignas(64) int8_t q_bytes[ATTN_ROWS_MAX + ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
     /* Of the page in hand. */
+    int32_t first; /* row of the stripe in hand */
     float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
@@ -82,19 +88,18 @@ typedef struct attn_decode {
     int32_t tiles;
     /* AMX: the constant rows as BF16 in tiles. */
     _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
-    /* AMX: queries as sums of two BF16 numbers, and the sum of those over a group. */
-    _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + 16) * OSCAR_MAX_HEAD_DIM]; /* [n_rows][head_dim, to 32] */
-    float halves_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];
-    /* AMX: the page in hand as BF16: keys [head_dim / 2][64][2], values [32][head_dim][2]. */
+    /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
+    _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
+    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. */
+    _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
+    /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
+     * values [32][head_dim][2]. */
     _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64];
-    const uint16_t *b_keys, *b_values; /* those, or a page of BF16 rows itself */
+    const uint16_t *b_keys, *b_values; /* those, or the page itself */
 } attn_decode;
 
 typedef struct attn_decode_ops {
     const char *name;
-    int32_t max_rows;
-    /* Whether the sides of attn_decode can go through; NULL: all can. */
-    bool (*fits)(const attn_decode *decode);
     /* Takes the rotated queries over from rows->q; call it after they were written. */
     void (*begin)(attn_decode *decode);
     /* One page, as attn_ops.tile: keys and values point to the page sides. */
@@ -112,12 +117,8 @@ extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_neondot;    /* in AArch64 builds */
-/* Any number of rows, by products of BF16 numbers with queries and weights of two each: 16 to 17 bits.
- * A row does not depend on the others, to the bit. */
-extern const attn_decode_ops attn_prefill_int2_amx;       /* in x86-64 builds */
 /* The one of isa_current(); NULL where tiles are all there is. */
 const attn_decode_ops *attn_decode_current(void);
-const attn_decode_ops *attn_prefill_current(void);
 
 extern const attn_ops attn_ops_ref;
 extern const attn_ops attn_ops_avx2;   /* in x86-64 builds */

@@ -5,11 +5,11 @@
  * by channels) are the B operand of TDPBSUD once the codes lie one a byte, and the high and low bytes
  * of eight queries (weights) the rows of A. One instruction does the work of 128 dot products of
  * AVX-512 VNNI. Tiles 0, 1: A, each half of the rows; 4, 5: A for a second chunk of 64 channels; 2, 3: B; 6, 7: C.
- * BF16 rows go through the tiles of attn_prefill_int2_amx.c.
+ * Codes are spread once a page, for all stripes of rows. BF16 rows go through attn_overlay_amx.h.
  */
 #include "attn/attn_vec_avx512.h"
 
-#include "attn/attn_amx.h"
+#include "attn/attn_overlay_amx.h"
 
 /* Products of the 32 byte rows of 16 rows with the 16 columns of a B tile. */
 typedef struct tile_products {
@@ -23,11 +23,14 @@ static bool fits(const attn_decode *d) { return d->k_side->n_groups == 1 || d->k
 /* --- a piece of pages ------------------------------------------------------------------------- */
 
 static void tile_begin(attn_decode *d) {
-    attn_prefill_int2_amx.begin(d);
+    const attn_rows *rows = d->rows;
+    const int dim = rows->head_dim;
     begin(d);
-    const int dim = d->rows->head_dim;
-    for (int r = 0; r < d->rows->n_rows; r++)
+    for (int r = 0; r < rows->n_rows; r++)
         for (int half = 0; half < 2 && dim % 64; half++) memset(d->q_bytes[r][half] + dim, 0, (size_t)(64 - dim % 64));
+    overlay_begin(d);
+    keep_tiles(d);
+    if (rows->q_dim > dim && bias_in_tiles(d)) make_bias_tiles(d);
 }
 
 /* n_units units of 16 to rows of 64 bytes: quad f of unit u in row unit_rows u + quad_rows f. */
@@ -80,52 +83,61 @@ INLINE vf total_of(const tile_products *p, int r) {
     return vf_from_int(vi_add(vi_shl(high, 8), low));
 }
 
+/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. */
+static void spread_page(attn_decode *d, const uint8_t *keys, const uint8_t *values) {
+    const page_side *side = d->k_side;
+    const int units = side->group / 16, n_chunks = (units + 3) / 4;
+    uint8_t *out = d->key_tiles;
+    for (int g = 0; g < side->n_groups; g++)
+        for (int t = 0; t < 4; t++, out += 1024 * n_chunks) {
+            code_plane plane = key_plane(side->bits, side, keys, t);
+            spread(side->bits, &plane, g * units, units, false, out);
+        }
+    side = d->v_side;
+    for (int vec = 0; vec < side->head_dim / 16; vec++) {
+        code_plane plane = value_plane(side, values, vec);
+        spread(side->bits, &plane, 0, 4, true, d->value_tiles + 1024 * vec);
+    }
+}
+
 static void tile_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
     const page_side *side = d->k_side;
-    const int n = d->rows->n_rows, units = side->group / 16, n_chunks = (units + 3) / 4;
-    _Alignas(64) uint8_t codes[4][2][1024];
+    const int n = d->rows->n_rows, n_chunks = (side->group / 16 + 3) / 4;
+    const uint8_t *codes = d->key_tiles;
     tile_products products[4];
-    for (int g = 0; g < side->n_groups; g++) {
-        const int8_t *q = d->q_bytes[0][0] + g * side->group;
-        for (int t = 0; t < 4; t++) {
-            code_plane plane = key_plane(side->bits, side, page, t);
-            spread(side->bits, &plane, g * units, units, false, codes[t][0]);
-        }
+    for (int g = 0; g < side->n_groups; g++, codes += 4 * 1024 * n_chunks) {
+        const int8_t *q = d->q_bytes[d->first][0] + g * side->group;
         TILE_READS_MEMORY();
         _tile_loadd(0, q, OSCAR_MAX_HEAD_DIM);
         if (n_chunks == 2) _tile_loadd(4, q + 64, OSCAR_MAX_HEAD_DIM);
         if (n > 8) _tile_loadd(1, q + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
         if (n > 8 && n_chunks == 2) _tile_loadd(5, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
-        for (int t = 0; t < 4; t++) multiply(n, n_chunks, codes[t][0], &products[t]);
+        for (int t = 0; t < 4; t++) multiply(n, n_chunks, codes + 1024 * n_chunks * t, &products[t]);
         for (int t = 0; t < 4; t++) {
             vf step, offset;
             load_params(page + side->params_offset + g * 256, 16 * t, valid, &step, &offset);
             for (int r = 0; r < n; r++) {
                 float *out = d->rows->logits + r * TILE + 16 * t;
-                vf x = vf_mul(offset, vf_set1(d->q_sum[r][g]));
+                vf x = vf_mul(offset, vf_set1(d->q_sum[d->first + r][g]));
                 if (g > 0) x = vf_add(x, vf_load(out));
-                vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[r])), total_of(&products[t], r), x));
+                vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r])), total_of(&products[t], r), x));
             }
         }
     }
 }
 
 static void tile_values(attn_decode *d, const uint8_t *page, int g) {
+    (void)page; /* spread already */
     const page_side *side = d->v_side;
     const int n = d->rows->n_rows, first = g * side->group / 16, end = first + side->group / 16;
     const int64_t dim = side->head_dim;
-    _Alignas(64) uint8_t codes[4][1024];
     tile_products products[4];
     TILE_READS_MEMORY();
     _tile_loadd(0, d->p_bytes[0][0], TILE);
     if (n > 8) _tile_loadd(1, d->p_bytes[8][0], TILE);
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
-        for (int b = 0; b < count; b++) {
-            code_plane plane = value_plane(side, page, block + b);
-            spread(side->bits, &plane, 0, 4, true, codes[b]);
-        }
-        for (int b = 0; b < count; b++) multiply(n, 1, codes[b], &products[b]);
+        for (int b = 0; b < count; b++) multiply(n, 1, d->value_tiles + 1024 * (block + b), &products[b]);
         for (int r = 0; r < n; r++) {
             const vf alpha = vf_set1(d->alpha[r]), offset = vf_set1(d->p_offset[r]), scale = vf_set1(d->p_scale[r]);
             for (int b = 0; b < count; b++) {
@@ -142,15 +154,11 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
         attn_decode_int2_avx512vnni.page(d, keys, values, valid, masks);
         return;
     }
-    use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 16 ? n - 16 : 1);
+    /* Stripes with fewer rows than the tiles multiply what lies behind them too; nobody reads it. */
+    use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : 1);
+    spread_page(d, keys, values);
     decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);
 }
 
-static void tile_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
-    attn_prefill_int2_amx.overlay(d, keys, values, valid, masks);
-}
-
-static void tile_end(attn_decode *d) { attn_prefill_int2_amx.end(d); }
-
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .max_rows = ATTN_DECODE_ROWS, .begin = tile_begin, .page = tile_page, .overlay = tile_overlay, .end = tile_end};
+    .name = "amx", .begin = tile_begin, .page = tile_page, .overlay = overlay_page, .end = restore_tiles};

@@ -128,7 +128,8 @@ static inline float bytes_inverse(float top) { return top > 1e-30f ? BYTES_MAX /
 static inline void begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const page_side *side = d->k_side;
-    assert(rows->n_rows <= ATTN_DECODE_ROWS);
+    assert(rows->n_rows <= ATTN_ROWS_MAX);
+    d->first = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         const float *q = rows->q + (int64_t)r * rows->q_dim;
         vf top = vf_zero();
@@ -245,7 +246,39 @@ static void weight_bytes(attn_decode *d, const uint8_t *params, uint64_t valid) 
     }
 }
 
-/* --- a page --------------------------------------------------------------------------------- */
+/* --- a page --------------------------------------------------------------------------------- *
+ * Rows pass a page in stripes of ATTN_DECODE_ROWS, for which d->rows is a view of some of them.
+ */
+
+typedef struct stripe {
+    attn_rows *all, view;
+} stripe;
+
+/* Puts the first stripe from row `first` on in hand of which some row sees the page; returns its first
+ * row, or -1 with all rows in hand again. */
+static int stripe_from(stripe *s, attn_decode *d, const uint64_t *masks, int first) {
+    const attn_rows *all = s->all;
+    for (; first < all->n_rows; first += ATTN_DECODE_ROWS) {
+        const int left = all->n_rows - first, count = left < ATTN_DECODE_ROWS ? left : ATTN_DECODE_ROWS;
+        uint64_t any = 0;
+        for (int r = 0; r < count; r++) any |= masks[first + r];
+        if (any == 0) continue;
+        s->view = *all;
+        s->view.n_rows = count;
+        s->view.q += (int64_t)first * all->q_dim;
+        s->view.q_bias += first;
+        s->view.row_max += first;
+        s->view.row_sum += first;
+        s->view.acc += (int64_t)first * all->head_dim;
+        s->view.logits += (int64_t)first * TILE;
+        d->rows = &s->view;
+        d->first = first;
+        return first;
+    }
+    d->rows = s->all;
+    d->first = 0;
+    return -1;
+}
 
 /* keys: logits = q.x^; bias: logits += turned query times the constant rows; values: acc = alpha acc +
  * weights times values of group g. */
@@ -253,12 +286,15 @@ INLINE void decode_page(attn_decode *d, const uint8_t *keys, const uint8_t *valu
                         void (*key_products)(attn_decode *d, const uint8_t *page, uint64_t valid),
                         void (*bias)(attn_decode *d),
                         void (*value_products)(attn_decode *d, const uint8_t *page, int g)) {
-    key_products(d, keys, valid);
-    if (d->rows->q_dim > d->rows->head_dim) bias(d);
-    softmax_rows(d, masks);
-    for (int g = 0; g < d->v_side->n_groups; g++) {
-        weight_bytes(d, values + d->v_side->params_offset + g * 256, valid);
-        value_products(d, values, g);
+    stripe s = {.all = d->rows};
+    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) {
+        key_products(d, keys, valid);
+        if (d->rows->q_dim > d->rows->head_dim) bias(d);
+        softmax_rows(d, masks + first);
+        for (int g = 0; g < d->v_side->n_groups; g++) {
+            weight_bytes(d, values + d->v_side->params_offset + g * 256, valid);
+            value_products(d, values, g);
+        }
     }
 }
 

@@ -90,7 +90,7 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
             for (int unit = 0; unit < units; unit += DOT_UNITS(bits)) {
                 int first = g * units + unit, n = units - unit < DOT_UNITS(bits) ? units - unit : DOT_UNITS(bits);
                 dot_sums sums;
-                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[r0][0], OSCAR_MAX_HEAD_DIM, false, &sums);
+                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[d->first + r0][0], OSCAR_MAX_HEAD_DIM, false, &sums);
                 UNROLL for (int v = 0; v < 4; v++) {
                     if (v >= n_vecs) continue;
                     vf step, offset;
@@ -99,9 +99,9 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
                         if (r >= n_rows) continue;
                         float *out = logits + r * TILE + (vec + v) * LANES;
                         vf x = first == 0 ? vf_zero() : vf_load(out);
-                        if (unit == 0) x = vf_fma(offset, vf_set1(d->q_sum[r0 + r][g]), x);
+                        if (unit == 0) x = vf_fma(offset, vf_set1(d->q_sum[d->first + r0 + r][g]), x);
                         vf sum = vf_from_int(dot_total(sums.high[r][v], sums.low[r][v]));
-                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[r0 + r])), sum, x));
+                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r0 + r])), sum, x));
                     }
                 }
             }
@@ -182,6 +182,6 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     decode_page(d, keys, values, valid, masks, dot_keys, bias_products, dot_values);
 }
 
-const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .max_rows = ATTN_DECODE_ROWS, .begin = begin, .page = page};
+const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .begin = begin, .page = page};
 
 #endif

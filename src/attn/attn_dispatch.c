@@ -34,10 +34,3 @@ const attn_decode_ops *attn_decode_current(void) {
 #endif
     return NULL;
 }
-
-const attn_decode_ops *attn_prefill_current(void) {
-#if defined(__x86_64__)
-    if (isa_current() == ISA_AMX) return &attn_prefill_int2_amx;
-#endif
-    return NULL;
-}

@@ -9,6 +9,14 @@
 
 #include <math.h>
 
+static void clear_rows(attn_rows *rows) {
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        rows->row_max[r] = -INFINITY;
+        rows->row_sum[r] = 0.0f;
+    }
+    memset(rows->acc, 0, sizeof(float) * (size_t)rows->n_rows * (size_t)rows->head_dim);
+}
+
 static attn_rows make_rows(const oscar_cache *cache, const step_block *block, thread_scratch *scratch) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
@@ -25,11 +33,7 @@ static attn_rows make_rows(const oscar_cache *cache, const step_block *block, th
         .acc = scratch->acc,
         .logits = scratch->logits,
     };
-    for (int32_t r = 0; r < rows.n_rows; r++) {
-        rows.row_max[r] = -INFINITY;
-        rows.row_sum[r] = 0.0f;
-    }
-    memset(rows.acc, 0, sizeof(float) * (size_t)rows.n_rows * (size_t)rows.head_dim);
+    clear_rows(&rows);
     return rows;
 }
 
@@ -116,19 +120,7 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     attn_ops_current()->tile(rows, keys, values, masks);
 }
 
-/* The kernels that work on the codes; NULL: pages go through floats. Those for decode round queries and
- * weights to 16 bits, so the last few tokens of a long run do not take them: how a prompt is cut changes
- * nothing. */
-static const attn_decode_ops *choose_ops(const oscar_cache *cache, const step_block *block, const attn_rows *rows,
-                                         const attn_decode *decode) {
-    if (cache_is_exact(cache)) return NULL;
-    const attn_decode_ops *ops = block->short_run ? attn_decode_current() : NULL;
-    if (ops && rows->n_rows <= ops->max_rows) return ops;
-    ops = attn_prefill_current();
-    return ops && ops->fits(decode) ? ops : NULL;
-}
-
-/* Once for the pages of a piece: what does not change from page to page. */
+/* Once for the pages of an item: what does not change from page to page. */
 static void begin_pages(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
                         thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
@@ -139,7 +131,7 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
     scratch->decode->k_side = &layer->k_side;
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
-    scratch->decode_ops = choose_ops(cache, block, rows, scratch->decode);
+    scratch->decode_ops = cache_is_exact(cache) ? NULL : attn_decode_current();
     if (scratch->decode_ops) scratch->decode_ops->begin(scratch->decode);
     if (layer->n_tracked && !(scratch->decode_ops && scratch->decode_ops->overlay)) /* some page is a tile */
         memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
@@ -192,7 +184,6 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
-    begin_pages(cache, block, head, rows, scratch);
     bool prefetch = scratch->decode_ops != NULL;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
@@ -212,7 +203,6 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
-    if (scratch->decode_ops && scratch->decode_ops->end) scratch->decode_ops->end(scratch->decode);
 }
 
 /* Divides by the softmax sum, turns the values back and writes the rows out. */
@@ -252,55 +242,82 @@ static void write_rows(const oscar_cache *cache, const step_block *block, int32_
 }
 
 /* A partial result: [n_rows] maxima, [n_rows] sums, [n_rows, d] values. */
-static float *partial_at(const oscar_cache *cache, const step_block *block, int32_t split, int32_t head) {
+static float *partial_at(const oscar_cache *cache, const step_block *block, int32_t piece, int32_t head) {
     int32_t heads = cache->layers[cache->step.layer].shape.n_kv_heads;
-    return cache->step.partial + (size_t)(block->partial + split * heads + head) * cache->partial_floats;
+    return cache->step.partial + (size_t)(block->partial + piece * heads + head) * cache->partial_floats;
 }
 
-/* Adds partial results in the order of their pages. */
-static void merge_rows(attn_rows *rows, const float *partial) {
-    int32_t n = rows->n_rows, d = rows->head_dim;
-    for (int32_t r = 0; r < n; r++) {
-        float theirs = partial[r];
+/* Rows that live in a partial result. */
+static attn_rows partial_rows(const attn_rows *like, float *partial) {
+    attn_rows rows = *like;
+    rows.row_max = partial;
+    rows.row_sum = partial + rows.n_rows;
+    rows.acc = partial + 2 * rows.n_rows;
+    return rows;
+}
+
+/* rows += more, which lies behind it. */
+static void merge_rows(attn_rows *rows, const attn_rows *more) {
+    int32_t d = rows->head_dim;
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        float ours = rows->row_max[r], theirs = more->row_max[r];
         if (theirs == -INFINITY) continue;
-        float max = rows->row_max[r] > theirs ? rows->row_max[r] : theirs;
-        float a = rows->row_max[r] == -INFINITY ? 0.0f : expf(rows->row_max[r] - max), b = expf(theirs - max);
-        const float *from = partial + 2 * n + (size_t)r * (size_t)d;
+        float max = ours > theirs ? ours : theirs;
+        float a = ours == -INFINITY ? 0.0f : expf(ours - max), b = expf(theirs - max);
+        const float *from = more->acc + (size_t)r * (size_t)d;
         float *to = rows->acc + (size_t)r * (size_t)d;
         for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
-        rows->row_sum[r] = rows->row_sum[r] * a + partial[n + r] * b;
+        rows->row_sum[r] = rows->row_sum[r] * a + more->row_sum[r] * b;
         rows->row_max[r] = max;
     }
 }
 
-static void merge_partials(const oscar_cache *cache, const step_block *block, int32_t head, thread_scratch *scratch) {
-    attn_rows rows = make_rows(cache, block, scratch);
-    for (int32_t k = 0; k < block->n_splits; k++) merge_rows(&rows, partial_at(cache, block, k, head));
-    write_rows(cache, block, head, &rows, scratch);
+/* One piece of a shared block; whoever is last merges all, in order. */
+static void attend_piece(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece, int32_t begin,
+                         int32_t end, attn_rows *rows, thread_scratch *scratch) {
+    step_state *s = &cache->step;
+    attend_pages(cache, block, head, begin, end, rows, scratch);
+    attn_rows partial = partial_rows(rows, partial_at(cache, block, piece, head));
+    size_t n = (size_t)rows->n_rows;
+    memcpy(partial.row_max, rows->row_max, sizeof(float) * n);
+    memcpy(partial.row_sum, rows->row_sum, sizeof(float) * n);
+    memcpy(partial.acc, rows->acc, sizeof(float) * n * (size_t)rows->head_dim);
+    if (atomic_fetch_add(&s->arrived[block->partial + head], 1) + 1 < block->n_pieces) return;
+    clear_rows(rows);
+    for (int32_t k = 0; k < block->n_pieces; k++) {
+        partial = partial_rows(rows, partial_at(cache, block, k, head));
+        merge_rows(rows, &partial);
+    }
+    write_rows(cache, block, head, rows, scratch);
+}
+
+static void attend_item(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece,
+                        thread_scratch *scratch) {
+    attn_rows rows = make_rows(cache, block, scratch), total = partial_rows(&rows, scratch->total);
+    rotate_queries(cache, block, head, &rows, scratch);
+    begin_pages(cache, block, head, &rows, scratch);
+    int32_t last = block->shared ? piece + 1 : block->n_pieces;
+    if (block->n_pieces > 1 && !block->shared) clear_rows(&total);
+    for (; piece < last; piece++) {
+        int32_t begin = piece_start(block->first_piece + piece), end = piece_start(block->first_piece + piece + 1);
+        if (begin < block->page_begin) begin = block->page_begin;
+        if (end > block->page_end) end = block->page_end;
+        if (block->shared) {
+            attend_piece(cache, block, head, piece, begin, end, &rows, scratch);
+            break;
+        }
+        attend_pages(cache, block, head, begin, end, &rows, scratch);
+        if (block->n_pieces == 1) break;
+        merge_rows(&total, &rows);
+        clear_rows(&rows);
+    }
+    if (scratch->decode_ops && scratch->decode_ops->end) scratch->decode_ops->end(scratch->decode);
+    if (!block->shared) write_rows(cache, block, head, block->n_pieces > 1 ? &total : &rows, scratch);
 }
 
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[2], 1)) < s->n_items;) {
-        const step_block *block = &s->blocks[s->item_block[w / heads]];
-        int32_t head = w % heads, split = s->item_split[w / heads];
-        int32_t pages = block->page_end - block->page_begin;
-        int32_t begin = block->page_begin + (int32_t)((int64_t)pages * split / block->n_splits);
-        int32_t end = block->page_begin + (int32_t)((int64_t)pages * (split + 1) / block->n_splits);
-        attn_rows rows = make_rows(cache, block, scratch);
-        rotate_queries(cache, block, head, &rows, scratch);
-        attend_pages(cache, block, head, begin, end, &rows, scratch);
-        if (block->n_splits == 1) {
-            write_rows(cache, block, head, &rows, scratch);
-            continue;
-        }
-        float *partial = partial_at(cache, block, split, head);
-        size_t n = (size_t)rows.n_rows;
-        memcpy(partial, rows.row_max, sizeof(float) * n);
-        memcpy(partial + n, rows.row_sum, sizeof(float) * n);
-        memcpy(partial + 2 * n, rows.acc, sizeof(float) * n * (size_t)rows.head_dim);
-        if (atomic_fetch_add(&s->arrived[block->partial + head], 1) + 1 == block->n_splits)
-            merge_partials(cache, block, head, scratch);
-    }
+    for (int32_t w; (w = atomic_fetch_add(&s->next[2], 1)) < s->n_items;)
+        attend_item(cache, &s->blocks[s->item_block[w / heads]], w % heads, s->item_piece[w / heads], scratch);
 }

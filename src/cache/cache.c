@@ -298,7 +298,7 @@ static void arrange_step(oscar_cache *cache, arena *a) {
     s->blocks = arena_take(a, chunk, sizeof(step_block));
     cache->max_items = (int32_t)chunk + SPLIT_MAX_PARTIALS;
     s->item_block = arena_take(a, (size_t)cache->max_items, sizeof(int32_t));
-    s->item_split = arena_take(a, (size_t)cache->max_items, sizeof(int32_t));
+    s->item_piece = arena_take(a, (size_t)cache->max_items, sizeof(int32_t));
     for (int side = 0; side < 2; side++) {
         s->codes[side] = arena_take(a, chunk * rows, 1);
         s->params[side] = arena_take(a, chunk * params, sizeof(uint16_t));
@@ -327,6 +327,7 @@ static thread_scratch arrange_thread(arena *a, size_t d, size_t q_dim) {
     t.row_max = arena_take(a, ATTN_ROWS_MAX, sizeof(float));
     t.row_sum = arena_take(a, ATTN_ROWS_MAX, sizeof(float));
     t.acc = arena_take(a, ATTN_ROWS_MAX * d, sizeof(float));
+    t.total = arena_take(a, ATTN_ROWS_MAX * (d + 2), sizeof(float));
     t.out = arena_take(a, ATTN_ROWS_MAX * d, sizeof(float));
     t.logits = arena_take(a, ATTN_ROWS_MAX * OSCAR_PAGE_TOKENS, sizeof(float));
     t.far = arena_take(a, ATTN_ROWS_MAX, sizeof(uint64_t));

@@ -125,11 +125,23 @@ typedef struct step_block {
     int32_t first; /* index in `queries` */
     int32_t count;
     int32_t seq;
-    int32_t n_splits; /* the pages are cut in so many parts, merged in order */
-    int32_t partial;  /* first partial result, when n_splits > 1 */
     int32_t page_begin, page_end;
-    bool short_run; /* decode or verification: few tokens of this sequence in the step */
+    int32_t first_piece, n_pieces; /* of those pages, merged in order */
+    bool shared;     /* every piece is an item of its own */
+    int32_t partial; /* first partial result, when shared */
 } step_block;
+
+/* Pages are summed in pieces, and the pieces in order. Where a piece begins depends on nothing but the
+ * position: not on what else is in the batch, how a prompt was cut, or the number of threads. The
+ * first ones are short, or few KV heads would leave threads idle at small contexts. */
+#define PIECE_PAGES 16
+static inline int32_t piece_start(int32_t piece) {
+    return piece == 0 ? 0 : piece == 1 ? 2 : piece == 2 ? 8 : PIECE_PAGES * (piece - 2);
+}
+
+static inline int32_t piece_of(int32_t page) {
+    return page < 2 ? 0 : page < 8 ? 1 : 2 + page / PIECE_PAGES;
+}
 
 /* What one thread works in. */
 typedef struct thread_scratch {
@@ -140,13 +152,14 @@ typedef struct thread_scratch {
     float *row_max;   /* [ATTN_ROWS_MAX] */
     float *row_sum;   /* [ATTN_ROWS_MAX] */
     float *acc;       /* [ATTN_ROWS_MAX, d] */
+    float *total;     /* [ATTN_ROWS_MAX, d + 2] of the pieces before: maxima, sums, values */
     float *out;       /* [ATTN_ROWS_MAX, d] */
     float *logits;    /* [ATTN_ROWS_MAX, 64] */
     uint64_t *far, *near; /* [ATTN_ROWS_MAX] masks */
     float *pairs;     /* [ATTN_ROWS_MAX, 2, n_tracked] tracked pairs of the queries, not turned */
     float *cosines, *sines; /* [n_tracked] of a page's start */
     attn_decode *decode;
-    const attn_decode_ops *decode_ops; /* of the piece in hand; NULL: its pages go through floats */
+    const attn_decode_ops *decode_ops; /* of the block in hand; NULL: its pages go through floats */
     float *rows;      /* [CODEC_LANES, d] */
     float *rotated;   /* [CODEC_LANES, d] */
 } thread_scratch;
@@ -162,9 +175,9 @@ typedef struct step_state {
     int32_t *queries; /* [n_tokens] token indices grouped by first sequence */
     int32_t n_blocks;
     step_block *blocks;
-    int32_t n_items;       /* (block, split, head) */
-    int32_t *item_block;   /* [n_items / n_kv_heads] block of each (block, split) */
-    int32_t *item_split;
+    int32_t n_items;       /* (block, piece, head) */
+    int32_t *item_block;   /* [n_items / n_kv_heads] block of each (block, piece) */
+    int32_t *item_piece; /* of the block's, 0 where it is not shared */
     uint8_t *codes[2];     /* keys, values: [n_tokens, n_kv_heads, head_dim] */
     uint16_t *params[2];   /* [n_tokens, n_kv_heads, n_groups, 2] */
     uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, rotated residuals */

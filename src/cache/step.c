@@ -11,12 +11,7 @@
 
 #include <math.h>
 
-/* Pages that one piece of a split decode reads; two pieces from SPLIT_LEAST pages on, or few KV heads
- * would leave threads idle. Not so in an exact cache: it is what others are compared with, and a prompt
- * in short pieces should sum in the order of a whole one as far as that goes. */
-#define SPLIT_PAGES 16
-#define SPLIT_LEAST 3
-/* Query tokens of a sequence up to which its pages are split. */
+/* Query tokens of a sequence up to which threads share its pages. */
 #define SPLIT_TOKENS 8
 
 static int32_t first_seq(const oscar_step *in, int32_t token) {
@@ -129,24 +124,21 @@ static oscar_status plan_segments(oscar_cache *cache, oscar_error *error) {
     return OSCAR_OK;
 }
 
-static void add_block(oscar_cache *cache, step_block block, bool split, int32_t *n_partials) {
+static void add_block(oscar_cache *cache, step_block block, bool short_run, int32_t *n_partials) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
-    int32_t pages = block.page_end - block.page_begin;
-    block.short_run = split;
-    block.n_splits = split ? (pages + SPLIT_PAGES - 1) / SPLIT_PAGES : 1;
-    bool exact = cache->options.kv_type == OSCAR_KV_F32;
-    if (split && !exact && block.n_splits == 1 && pages >= SPLIT_LEAST) block.n_splits = 2;
-    if (block.n_splits > 1 && *n_partials + block.n_splits * heads > cache->max_partials) block.n_splits = 1;
+    block.first_piece = piece_of(block.page_begin);
+    block.n_pieces = piece_of(block.page_end - 1) - block.first_piece + 1;
+    block.shared = short_run && block.n_pieces > 1 && *n_partials + block.n_pieces * heads <= cache->max_partials;
     block.partial = *n_partials;
-    if (block.n_splits > 1) {
+    if (block.shared) {
         for (int32_t h = 0; h < heads; h++) atomic_store_explicit(&s->arrived[block.partial + h], 0, memory_order_relaxed);
-        *n_partials += block.n_splits * heads;
+        *n_partials += block.n_pieces * heads;
     }
     s->blocks[s->n_blocks++] = block;
 }
 
-/* Query tokens in blocks of one sequence; a short run is split by pages instead. */
+/* Query tokens in blocks of one sequence; of a short run, threads share the pages. */
 static void plan_blocks(oscar_cache *cache) {
     step_state *s = &cache->step;
     const oscar_step *in = &s->in;
@@ -160,22 +152,24 @@ static void plan_blocks(oscar_cache *cache) {
     for (int32_t i = 0; i < n;) {
         int32_t seq = first_seq(in, s->queries[i]), end = i;
         while (end < n && first_seq(in, s->queries[end]) == seq) end++;
-        bool split = end - i <= SPLIT_TOKENS && (end - i) * layer->group <= ATTN_ROWS_MAX / 2;
+        bool short_run = end - i <= SPLIT_TOKENS && (end - i) * layer->group <= ATTN_ROWS_MAX / 2;
         for (int32_t j = i; j < end; j += most) {
             int32_t count = end - j < most ? end - j : most;
             int32_t first = in->positions[s->queries[j]], last = in->positions[s->queries[j + count - 1]];
             int32_t low = window > 0 && first - window + 1 > 0 ? first - window + 1 : 0;
-            add_block(cache, (step_block){j, count, seq, 1, 0, low / OSCAR_PAGE_TOKENS, last / OSCAR_PAGE_TOKENS + 1, false},
-                      split, &n_partials);
+            step_block block = {.first = j, .count = count, .seq = seq};
+            block.page_begin = low / OSCAR_PAGE_TOKENS;
+            block.page_end = last / OSCAR_PAGE_TOKENS + 1;
+            add_block(cache, block, short_run, &n_partials);
         }
         i = end;
     }
-    /* Longest first: later blocks of a chunk see more pages. */
+    /* Longest first: later blocks of a chunk see more pages, later pieces are longer. */
     int32_t items = 0;
     for (int32_t b = s->n_blocks - 1; b >= 0; b--)
-        for (int32_t k = 0; k < s->blocks[b].n_splits; k++) {
+        for (int32_t k = s->blocks[b].shared ? s->blocks[b].n_pieces - 1 : 0; k >= 0; k--) {
             s->item_block[items] = b;
-            s->item_split[items++] = k;
+            s->item_piece[items++] = k;
         }
     s->n_items = items * layer->shape.n_kv_heads;
 }
