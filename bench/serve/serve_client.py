@@ -210,10 +210,11 @@ def pages_add_up(stats):
     return states
 
 
-# Nats between two tokens that rounding may settle either way. Where the last bits of attention differ
-# (a prompt that is known but for its last token, a prompt cut elsewhere), quantised weights make ggml
-# round activations to 8 bits, which enlarges it: log-probabilities of SmolLM2 (Q4_1) move by up to .27.
-NEAR_TIE = 0.3
+# Nats between two tokens that rounding may settle either way. The cache gives the same bits however a
+# batch was cut (tests/test_cache.c), and so do whole answers where ggml's products do not depend on
+# the number of rows either (here: Q4_1 with AMX, every answer of these tests equal to the bit); where
+# they do, quantised weights make ggml round activations to 8 bits, which enlarges a last bit.
+NEAR_TIE = 0.05
 
 
 def same_tokens(server, prompt, expected, found, what):

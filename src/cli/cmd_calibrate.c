@@ -138,8 +138,9 @@ int cmd_calibrate(int argc, char **argv) {
         "calibrate", "MODEL [-o FILE] [--text FILE] [options]",
         "Fits the rotations that a model's 2-bit cache uses. MODEL is a GGUF file or a name\n"
         "that `oscar pull` knows. Once for each model; a minute for a small one. Text like what\n"
-        "the model will read is best. The table at the end compares held-out errors with the\n"
-        "published recipe's: standard deviation of the logits' error, KL of the attention\n"
+        "the model will read is best; what the model writes itself is nearly as good (SmolLM2:\n"
+        "KL .0190, where a file gives .0186). The table at the end compares held-out errors with\n"
+        "the published recipe's: standard deviation of the logits' error, KL of the attention\n"
         "probabilities, and relative squared error of the attention output.",
         "  oscar calibrate smollm2-135m\n"
         "  oscar calibrate model.gguf -o model.rot.safetensors --text book.txt --tokens 32768",
