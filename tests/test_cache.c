@@ -38,7 +38,7 @@ static void poison(oscar_cache *cache) {
     if (cache->has_overlay) memset(cache->overlay.memory, 0xff, (size_t)cache->overlay.n_pages * cache->overlay.page_bytes);
     memset(cache->thread_memory, 0xff, cache->thread_bytes * 4);
     step_state *s = &cache->step;
-    memset(s->partial, 0xff, sizeof(float) * 64 * cache->partial_floats); /* the first ones are used first */
+    memset(s->partial, 0xff, sizeof(float) * (size_t)cache->max_partials * cache->partial_floats);
 }
 
 static void setup(fixture *f, const shape *s, uint64_t seed, int n_seqs, int64_t n_tokens) {

@@ -467,6 +467,40 @@ static void test_memory(void **state) {
     world_close(&w);
 }
 
+/* Scratch is for what can be in flight: more with more sequences, longer ones, and larger chunks. A sequence
+ * is no longer than was said. */
+static void test_scratch(void **state) {
+    (void)state;
+    world w;
+    world_init(&w, 1);
+    int64_t bytes[4];
+    for (int i = 0; i < 4; i++) {
+        oscar_cache_options o = world_options(&w, i == 1 ? 64 : 4, 400);
+        o.n_seq_tokens_max = i == 2 ? 0 : 640;
+        o.n_chunk_max = i == 3 ? 512 : CHAIN_CHUNK;
+        world_open(&w, &o);
+        bytes[i] = stats_of(w.cache).scratch_bytes;
+        assert_int_equal(stats_of(w.cache).pages_total, 400);
+        assert_true(stats_of(w.cache).scratch_thread_bytes > 0);
+        if (i == 0) {
+            assert_int_equal(oscar_seq_reserve(w.cache, 0, 641, NULL), OSCAR_ERROR_NO_SPACE);
+            assert_int_equal(oscar_seq_reserve(w.cache, 0, 640, NULL), OSCAR_OK);
+            check_inside(w.cache);
+        }
+        oscar_cache_free(w.cache);
+    }
+    printf("scratch: %lld bytes for 4 sequences of 640 tokens, %lld for 64, %lld for 4 of any length, %lld with chunks of 512\n",
+           (long long)bytes[0], (long long)bytes[1], (long long)bytes[2], (long long)bytes[3]);
+    /* Four short runs of 16 query rows of 34 floats on 2 heads, 10 pages in 3 pieces; and 10 numbers of pages twice. */
+    const int64_t partials = 4 * 2 * 3, tables = 4 * 2 * 64;
+    assert_in_range(bytes[0], partials * 16 * 34 * 4 + tables, 128 * 1024);
+    for (int i = 1; i < 4; i++) assert_true(bytes[i] > bytes[0]);
+    oscar_cache_options bad = world_options(&w, 4, 400);
+    bad.n_seq_tokens_max = -1;
+    assert_int_equal(oscar_cache_create(&w.cache, &bad, NULL), OSCAR_ERROR_ARGUMENT);
+    oscar_rotations_free(w.rotations);
+}
+
 /* Restored pages are shared with those that are there, and found by their tokens; cached pages make room
  * for a restore. */
 static void test_restore(void **state) {
@@ -649,7 +683,7 @@ int main(void) {
         cmocka_unit_test(test_prefix_again),    cmocka_unit_test(test_window_rows),
         cmocka_unit_test(test_eviction),        cmocka_unit_test(test_exhaustion),
         cmocka_unit_test(test_many_requests),   cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_restore),         cmocka_unit_test(test_restored_window),  cmocka_unit_test(test_version_1),
+        cmocka_unit_test(test_scratch), cmocka_unit_test(test_restore),         cmocka_unit_test(test_restored_window),  cmocka_unit_test(test_version_1),
         cmocka_unit_test(test_kivi),            cmocka_unit_test(test_arguments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

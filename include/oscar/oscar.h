@@ -205,10 +205,12 @@ typedef struct oscar_cache_options {
     int32_t lookahead;                /* rollback of up to this many tokens loses no BF16 row */
     int32_t bits_k;                   /* 2, 3, 4; 0: as the rotations say */
     int32_t bits_v;
+    int64_t n_seq_tokens_max;         /* most tokens of one sequence, rounded up to pages; 0: n_tokens_max.
+                                         Less takes less scratch */
 } oscar_cache_options;
 
 #define OSCAR_CACHE_OPTIONS_INIT                                                                   \
-    {sizeof(oscar_cache_options), OSCAR_KV_INT2, 0, NULL, NULL, 1, 0, 512, 64, 256, 64, 0, 0}
+    {sizeof(oscar_cache_options), OSCAR_KV_INT2, 0, NULL, NULL, 1, 0, 512, 64, 256, 64, 0, 0, 0}
 
 /* Reserves everything that the cache will ever use.
  * Errors: ARGUMENT, MEMORY, MISMATCH (rotations of another geometry; the message names the layer
@@ -228,7 +230,7 @@ typedef struct oscar_cache_stats {
     int64_t overlay_page_bytes;  /* one page of 64 BF16 rows, all layers */
     int64_t overlay_pages_total;
     int64_t overlay_pages_live;
-    int64_t scratch_bytes;       /* for the chunk in flight */
+    int64_t scratch_bytes;       /* for the chunk in flight, and page tables */
     int64_t exact_bytes_per_token; /* what the same rows take in fp16, all layers */
     double history_bits;         /* bits an element of a history page */
     int64_t pages_cached;        /* referenced by no sequence, but found by their tokens; taken when
@@ -244,6 +246,7 @@ typedef struct oscar_cache_stats {
     int64_t page_evictions;      /* cached pages that were taken for something else */
     int64_t overlay_evictions;
     int64_t tokens_attached;     /* by oscar_seq_attach_prefix() */
+    int64_t scratch_thread_bytes; /* besides scratch_bytes, for each thread that runs steps */
 } oscar_cache_stats;
 OSCAR_API void oscar_cache_get_stats(const oscar_cache *cache, oscar_cache_stats *stats);
 
@@ -320,7 +323,7 @@ OSCAR_API oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, voi
                                       oscar_error *error);
 /* Replaces what `seq` holds. Every byte is checked before anything is touched: on error the
  * sequence is as it was. Token ids are saved with the rows: full pages of a sequence that was saved
- * under the salt of `seq` are shared again. *used (NULL is allowed) receives the bytes read, which may be fewer than
+ * under the salt of `seq` are shared again, and need no room where the cache has them. *used (NULL is allowed) receives the bytes read, which may be fewer than
  * `bytes`. Errors: FORMAT (cut, flipped; position: byte offset), MISMATCH (made under another
  * geometry, rotation, recipe, bits or window; the message says which), UNSUPPORTED (newer version),
  * NO_SPACE. */

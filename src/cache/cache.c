@@ -6,9 +6,8 @@
 #include <unistd.h>
 
 #define ALIGN64(n) (((n) + 63) & ~(size_t)63)
-/* Query tokens of one sequence up to which a block's pages are split over threads (decode,
- * speculative verification); longer runs fill the threads with blocks. */
-#define SPLIT_MAX_PARTIALS 4096
+/* Most partial results that there is room for, however many long sequences there may be at once. */
+#define MOST_PARTIALS 4096
 
 static int32_t pages_for(int64_t n_tokens) {
     return (int32_t)((n_tokens + OSCAR_PAGE_TOKENS - 1) / OSCAR_PAGE_TOKENS);
@@ -69,6 +68,8 @@ static oscar_status check_options(const oscar_cache_options *o, bool kivi, oscar
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1,
                          "n_seqs_max %d, n_tokens_max %lld, n_chunk_max %d", o->n_seqs_max,
                          (long long)o->n_tokens_max, o->n_chunk_max);
+    if (o->n_seq_tokens_max < 0)
+        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "n_seq_tokens_max is %lld", (long long)o->n_seq_tokens_max);
     if (o->sink < 0 || o->recent < 0 || o->lookahead < 0 || o->sink > 1 << 20 ||
         o->recent > 1 << 20 || o->lookahead > 1 << 20)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "sink %d, recent %d, lookahead %d", o->sink,
@@ -296,7 +297,7 @@ static void arrange_step(oscar_cache *cache, arena *a) {
     s->segments = arena_take(a, appends, sizeof(step_segment));
     s->queries = arena_take(a, chunk, sizeof(int32_t));
     s->blocks = arena_take(a, chunk, sizeof(step_block));
-    cache->max_items = (int32_t)chunk + SPLIT_MAX_PARTIALS;
+    cache->max_items = (int32_t)chunk + cache->max_partials;
     s->item_block = arena_take(a, (size_t)cache->max_items, sizeof(int32_t));
     s->item_piece = arena_take(a, (size_t)cache->max_items, sizeof(int32_t));
     for (int side = 0; side < 2; side++) {
@@ -352,17 +353,28 @@ static size_t thread_scratch_bytes(const oscar_cache *cache) {
     return (a.used + 4095) & ~(size_t)4095;
 }
 
+/* What can be in flight at once: a short run of each sequence, each as long as it can be. */
+static void size_partials(oscar_cache *cache) {
+    const oscar_cache_options *o = &cache->options;
+    int64_t runs = o->n_seqs_max < o->n_chunk_max ? o->n_seqs_max : o->n_chunk_max;
+    int64_t pieces = piece_of(cache->max_pages - 1) + 1, most = 1;
+    for (int32_t i = 0; i < cache->n_layers; i++) {
+        const cache_layer *l = &cache->layers[i];
+        size_t floats = (size_t)step_short_rows(l->group) * ((size_t)l->shape.head_dim + 2);
+        if (floats > cache->partial_floats) cache->partial_floats = floats;
+        if (runs * pieces * l->shape.n_kv_heads > most) most = runs * pieces * l->shape.n_kv_heads;
+    }
+    cache->max_partials = most < MOST_PARTIALS ? (int32_t)most : MOST_PARTIALS;
+}
+
 static bool make_scratch(oscar_cache *cache) {
     for (int32_t i = 0; i < cache->n_layers; i++) {
         const cache_layer *l = &cache->layers[i];
-        size_t rows = (size_t)(l->group > ATTN_ROWS_MAX / 2 ? l->group : ATTN_ROWS_MAX / 2);
-        size_t floats = rows * ((size_t)l->shape.head_dim + 2);
         size_t d = (size_t)l->shape.head_dim, q_dim = d + 2 * (size_t)l->n_tracked;
-        if (floats > cache->partial_floats) cache->partial_floats = floats;
         if (d > cache->max_head_dim) cache->max_head_dim = d;
         if (q_dim > cache->max_q_dim) cache->max_q_dim = q_dim;
     }
-    cache->max_partials = SPLIT_MAX_PARTIALS;
+    size_partials(cache);
     arena measure = {NULL, 0};
     arrange_step(cache, &measure);
     cache->scratch_bytes = measure.used;
@@ -382,26 +394,27 @@ static bool make_scratch(oscar_cache *cache) {
 static oscar_status make_pools(oscar_cache *cache, size_t history_bytes, size_t overlay_bytes,
                                oscar_error *error) {
     const oscar_cache_options *o = &cache->options;
+    int32_t n_pages = pages_for(o->n_tokens_max);
     int64_t per_seq = pages_for(o->sink) + pages_for(o->recent + o->lookahead) + 2;
     int64_t chunk = pages_for(o->n_chunk_max) + 1;
     /* A chunk whose tokens belong to every sequence at once takes pages in each of them, and restored
      * sequences may share history without sharing BF16 rows. That is rare, and address space costs nothing
      * until it is touched, so what counts as memory is windows and one chunk, or one page for each history
      * page; besides, a sequence may hold some that lack rows: restored ones, and the one that it writes. */
-    int64_t most = (int64_t)cache->max_pages + (2 + pages_for(o->sink)) * (int64_t)o->n_seqs_max;
+    int64_t most = (int64_t)n_pages + (2 + pages_for(o->sink)) * (int64_t)o->n_seqs_max;
     int64_t in_flight = chunk * o->n_seqs_max, usual = per_seq * o->n_seqs_max + chunk;
-    if (in_flight > (int64_t)cache->max_pages + o->n_seqs_max) in_flight = (int64_t)cache->max_pages + o->n_seqs_max;
+    if (in_flight > (int64_t)n_pages + o->n_seqs_max) in_flight = (int64_t)n_pages + o->n_seqs_max;
     int64_t n_overlay = per_seq * o->n_seqs_max + in_flight;
     if (usual > most) usual = most;
     if (!cache->has_overlay) n_overlay = usual = 0;
-    double wanted = (double)cache->max_pages * (double)history_bytes + (double)usual * (double)overlay_bytes;
+    double wanted = (double)n_pages * (double)history_bytes + (double)usual * (double)overlay_bytes;
     double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (wanted > memory)
         return error_set(error, OSCAR_ERROR_MEMORY, -1,
                          "a cache of %lld tokens takes %.1f GiB, this machine has %.1f GiB",
                          (long long)o->n_tokens_max, wanted / (1 << 30), memory / (1 << 30));
     cache->overlay_budget = (int32_t)usual;
-    if (!pool_init(&cache->history, cache->max_pages, history_bytes) ||
+    if (!pool_init(&cache->history, n_pages, history_bytes) ||
         !pool_init(&cache->overlay, (int32_t)n_overlay, overlay_bytes))
         return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for %.1f GiB of cache", wanted / (1 << 30));
     return OSCAR_OK;
@@ -421,7 +434,8 @@ static oscar_status create(oscar_cache **out, const oscar_cache_options *o, int3
     cache->baseline_kivi = kivi_group;
     if (kivi_group && cache->options.lookahead < kivi_group) cache->options.lookahead = kivi_group;
     cache->has_overlay = o->kv_type == OSCAR_KV_INT2 || kivi_group;
-    cache->max_pages = pages_for(o->n_tokens_max);
+    bool shorter = o->n_seq_tokens_max > 0 && o->n_seq_tokens_max < o->n_tokens_max;
+    cache->max_pages = pages_for(shorter ? o->n_seq_tokens_max : o->n_tokens_max);
     size_t history_bytes = 0, overlay_bytes = 0;
     if (!make_layers(cache, o, &history_bytes, &overlay_bytes))
         status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for the cache's layers");
@@ -514,6 +528,7 @@ static oscar_cache_stats read_stats(const oscar_cache *cache) {
         .pages_unequal = index->n_unequal,
         .overlay_evictions = index->n_overlay_evicted,
         .tokens_attached = index->n_attached,
+        .scratch_thread_bytes = (int64_t)cache->thread_bytes,
     };
     for (int32_t i = 0; i < cache->n_layers; i++)
         s.exact_bytes_per_token += 2 * 2 * (int64_t)cache->layers[i].shape.n_kv_heads * cache->layers[i].shape.head_dim;

@@ -208,7 +208,7 @@ struct oscar_cache {
     size_t thread_bytes;
     size_t scratch_bytes;
     void *scratch; /* step arrays */
-    int32_t max_partials;
+    int32_t max_partials; /* of the short runs of all sequences, while they are no more than 4096 */
     size_t partial_floats; /* floats of one partial */
     int32_t max_items;
     size_t max_head_dim, max_q_dim; /* over the layers */
@@ -265,6 +265,8 @@ int32_t seq_own_pages(const oscar_cache *cache, const cache_seq *seq);
 /* BF16 rows that the query at position seq->length would see but that are gone. */
 int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *seq);
 
+/* Most query rows of a short run, whose pages threads share; 0: there is none. */
+int32_t step_short_rows(int32_t group);
 /* The parts of a step, see step.c. */
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
 void step_store_phase(oscar_cache *cache);

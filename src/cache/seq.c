@@ -80,7 +80,10 @@ oscar_status oscar_seq_reserve(oscar_cache *cache, int32_t seq, int64_t n_new, o
     bool partial = s->length % OSCAR_PAGE_TOKENS != 0 && n_new > 0;
     int32_t wanted = need > have ? need - have : 0;
     bool copy = partial && wants_copy(cache, s->history[last], wanted);
-    if (wanted + copy > pool->n_free + pool->n_cached || need > cache->max_pages)
+    if (need > cache->max_pages)
+        return error_set(error, OSCAR_ERROR_NO_SPACE, -1, "%lld more tokens after %lld, a sequence holds %lld", (long long)n_new,
+                         (long long)s->length, (long long)cache->max_pages * OSCAR_PAGE_TOKENS);
+    if (wanted + copy > pool->n_free + pool->n_cached)
         return error_set(error, OSCAR_ERROR_NO_SPACE, -1,
                          "%lld more tokens need %d pages of %d tokens, %d are free or cached of %d",
                          (long long)n_new, wanted + copy, OSCAR_PAGE_TOKENS, pool->n_free + pool->n_cached, pool->n_pages);

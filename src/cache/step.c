@@ -124,6 +124,11 @@ static oscar_status plan_segments(oscar_cache *cache, oscar_error *error) {
     return OSCAR_OK;
 }
 
+int32_t step_short_rows(int32_t group) {
+    int32_t tokens = ATTN_ROWS_MAX / 2 / group;
+    return group * (tokens < SPLIT_TOKENS ? tokens : SPLIT_TOKENS);
+}
+
 static void add_block(oscar_cache *cache, step_block block, bool short_run, int32_t *n_partials) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
@@ -152,7 +157,7 @@ static void plan_blocks(oscar_cache *cache) {
     for (int32_t i = 0; i < n;) {
         int32_t seq = first_seq(in, s->queries[i]), end = i;
         while (end < n && first_seq(in, s->queries[end]) == seq) end++;
-        bool short_run = end - i <= SPLIT_TOKENS && (end - i) * layer->group <= ATTN_ROWS_MAX / 2;
+        bool short_run = (end - i) * layer->group <= step_short_rows(layer->group);
         for (int32_t j = i; j < end; j += most) {
             int32_t count = end - j < most ? end - j : most;
             int32_t first = in->positions[s->queries[j]], last = in->positions[s->queries[j + count - 1]];

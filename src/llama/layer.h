@@ -102,6 +102,8 @@ void layer_log(const oscar_llama *layer, const char *format, ...) __attribute__(
 
 /* sizing.c: makes the cache in the memory that there is, shortens the context to it, and says so. */
 oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error);
+/* Scratch of the cache with what the context's threads work in. */
+int64_t layer_scratch_bytes(const oscar_llama *layer, const oscar_cache_stats *stats);
 
 /* stats.c: a file of numbers for operators. All do nothing without a path. */
 typedef enum stats_event {

@@ -29,18 +29,25 @@ static oscar_cache_stats stats_of(const oscar_cache *cache) {
     return stats;
 }
 
-static int64_t bytes_of(const oscar_cache_stats *s) {
-    return s->pages_total * s->page_bytes + s->overlay_pages_budget * s->overlay_page_bytes + s->scratch_bytes;
+int64_t layer_scratch_bytes(const oscar_llama *layer, const oscar_cache_stats *s) {
+    int32_t n = llama_n_threads(layer->ctx), n_batch = llama_n_threads_batch(layer->ctx);
+    return s->scratch_bytes + (n > n_batch ? n : n_batch) * s->scratch_thread_bytes;
+}
+
+static int64_t bytes_of(const oscar_llama *layer, const oscar_cache_stats *s) {
+    return s->pages_total * s->page_bytes + s->overlay_pages_budget * s->overlay_page_bytes + layer_scratch_bytes(layer, s);
 }
 
 /* Makes a cache of n_pages; *bytes receives what it takes. */
 static oscar_status create_pages(const oscar_llama *layer, oscar_cache_options options, int64_t n_pages,
                                  oscar_cache **out, int64_t *bytes, oscar_error *error) {
     options.n_tokens_max = n_pages * OSCAR_PAGE_TOKENS;
+    int64_t share = n_pages / (int64_t)layer->n_seq_max * OSCAR_PAGE_TOKENS; /* see limit_context() */
+    if (!layer->unified && share > 0 && share < options.n_seq_tokens_max) options.n_seq_tokens_max = share;
     oscar_status status = create(layer, &options, out, error);
     if (status) return status;
     oscar_cache_stats s = stats_of(*out);
-    *bytes = bytes_of(&s);
+    *bytes = bytes_of(layer, &s);
     return OSCAR_OK;
 }
 
@@ -109,7 +116,7 @@ static int64_t available_bytes(void) {
 
 static oscar_status check_available(const oscar_llama *layer, oscar_error *error) {
     oscar_cache_stats s = stats_of(layer->cache);
-    int64_t bytes = bytes_of(&s), available = available_bytes();
+    int64_t bytes = bytes_of(layer, &s), available = available_bytes();
     if (available < 0 || bytes <= available) return OSCAR_OK;
     return error_set(error, OSCAR_ERROR_MEMORY, -1,
                      "a cache of %lld tokens takes %.1f MiB with windows and scratch, %.1f MiB are available: a smaller "
@@ -144,7 +151,7 @@ static void announce(const oscar_llama *layer, uint32_t asked) {
               f32 ? "exact f32" : "2-bit", layer->n_layers, llama_model_n_layer(layer->model), s.history_bits, windows,
               (long long)s.pages_total, (long long)tokens, (double)(s.pages_total * s.page_bytes) / MIB,
               (double)(tokens * s.exact_bytes_per_token) / MIB,
-              (double)(s.overlay_pages_budget * s.overlay_page_bytes) / MIB, (double)s.scratch_bytes / MIB, oscar_isa_name());
+              (double)(s.overlay_pages_budget * s.overlay_page_bytes) / MIB, (double)layer_scratch_bytes(layer, &s) / MIB, oscar_isa_name());
     if (layer->n_ctx_seq < asked) snprintf(less, sizeof less, " instead of %u, which kv_memory does not hold", asked);
     if (layer->rotations) {
         const char *date = oscar_rotations_metadata(layer->rotations, "calibration_date");
@@ -172,6 +179,7 @@ oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error) {
     options.n_seqs_max = (int32_t)layer->n_seq_max;
     /* Each sequence may leave its last page nearly empty. */
     options.n_tokens_max = (int64_t)layer->n_ctx + (int64_t)OSCAR_PAGE_TOKENS * layer->n_seq_max;
+    options.n_seq_tokens_max = layer->n_ctx_seq;
     options.n_chunk_max = (int32_t)llama_n_ubatch(layer->ctx);
     options.sink = o->sink;
     options.recent = o->recent;

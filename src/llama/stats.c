@@ -25,7 +25,7 @@ typedef struct stats_entry {
     bool open;  /* its context lives; a closed one stays with its last counts until the next opens */
     char model[MODEL_CHARS];
     int64_t events[STATS_EVENTS], tokens;
-    int64_t n_seqs_max, n_seqs_used, tokens_held;
+    int64_t n_seqs_max, n_seqs_used, tokens_held, scratch_bytes;
     oscar_cache_stats cache;
     struct stats_entry *next;
 } stats_entry;
@@ -54,7 +54,7 @@ VALUE(pages_shared, e->cache.pages_shared)
 VALUE(pages_total, e->cache.pages_total)
 VALUE(bytes_pages, e->cache.pages_total * e->cache.page_bytes)
 VALUE(bytes_overlay, e->cache.overlay_pages_budget * e->cache.overlay_page_bytes)
-VALUE(bytes_scratch, e->cache.scratch_bytes)
+VALUE(bytes_scratch, e->scratch_bytes)
 VALUE(used_pages, e->cache.history_bytes)
 VALUE(used_overlay, e->cache.overlay_bytes)
 VALUE(live_pages, e->cache.pages_live * e->cache.page_bytes)
@@ -231,6 +231,7 @@ oscar_status stats_begin(oscar_llama *layer, oscar_error *error) {
         while (*end) end = &(*end)->next;
         *end = e;
         copy_numbers(layer, e);
+        e->scratch_bytes = layer_scratch_bytes(layer, &e->cache);
         dirty = !write_file();
         layer->stats = e;
     }
