@@ -5,6 +5,10 @@
 
 #include "cache_chain.h"
 
+#define OSCAR_FUZZ_REPLAY
+#include "fuzz/fuzz_saved.c"
+#include "fuzz/replay.h"
+
 /* ------------------------------------------------------------------------------------------ together */
 
 enum { SEQS = 6 };
@@ -119,7 +123,72 @@ static void test_unequal(void **state) {
     }
 }
 
+/* ------------------------------------------------------------------------------------------- refused */
+
+/* Every byte changed, in one bit and in all of them, and every length: refused with a reason, and nothing
+ * has changed, neither where it was to go nor elsewhere. */
+static void refuse_all(int kv_type, int n_tokens) {
+    world w;
+    world_init(&w, 1);
+    oscar_cache_options o = world_options(&w, 2, 8);
+    o.kv_type = kv_type;
+    if (kv_type == OSCAR_KV_F32) o.rotations = NULL;
+    world_open(&w, &o);
+    chain *a = prompt(&w, 8, n_tokens, 0, n_tokens), *b = prompt(&w, 9, 70, 0, 70);
+    assert_true(chain_feed(&w, 0, a, n_tokens, true));
+    assert_true(chain_feed(&w, 1, b, 70, true));
+    size_t bytes;
+    uint8_t *saved = save_seq(&w, 0, &bytes);
+    const oscar_cache_stats before = stats_of(w.cache);
+    for (size_t i = 0; i < 3 * bytes; i++) {
+        size_t at = i % bytes, size = i < 2 * bytes ? bytes : at;
+        uint8_t flip = i < bytes ? (uint8_t)(1u << at % 8) : i < 2 * bytes ? 0xff : 0;
+        uint8_t *copy = malloc(size ? size : 1);
+        memcpy(copy, saved, size);
+        if (flip) copy[at] ^= flip;
+        oscar_error error = {0};
+        oscar_status status = oscar_seq_restore(w.cache, 1, copy, size, NULL, &error);
+        if (status == OSCAR_OK) fail_msg("accepted: byte %zu ^ %02x of %zu", at, flip, size);
+        assert_true(error.status == status && error.message[0]);
+        const oscar_cache_stats after = stats_of(w.cache);
+        assert_memory_equal(&before, &after, sizeof before);
+        if (i % 499 == 0) {
+            chain_check(w.cache, 0, a);
+            chain_check(w.cache, 1, b);
+        }
+        free(copy);
+    }
+    printf("%d tokens: %zu changes of %zu bytes refused\n", n_tokens, 3 * bytes, bytes);
+    check_inside(w.cache);
+    assert_goes_on(&w, 0, a);
+    assert_goes_on(&w, 1, b);
+    assert_int_equal(oscar_seq_restore(w.cache, 1, saved, bytes, NULL, NULL), OSCAR_OK);
+    assert_goes_on(&w, 1, a);
+    free(saved), free(a), free(b);
+    world_close(&w);
+}
+
+static void test_every_byte(void **state) {
+    (void)state;
+    refuse_all(OSCAR_KV_INT2, 0);
+    refuse_all(OSCAR_KV_INT2, 30);
+    refuse_all(OSCAR_KV_INT2, 67);
+    refuse_all(OSCAR_KV_F32, 5);
+}
+
+static void test_fuzz(void **state) {
+    (void)state;
+    replay("fuzz_saved", fuzz_saved);
+    /* True ones: of the target's own cache, in which all of it is right. */
+    uint64_t rng = rng_seed("saved by the target", 31);
+    for (int s = 0; s < 2; s++) replay_input(&rng, kept[s], kept_bytes[s], fuzz_saved);
+    assert_int_equal(fuzz_saved(kept[0], kept_bytes[0]), 0);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_together), cmocka_unit_test(test_unequal)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_together),   cmocka_unit_test(test_unequal),
+        cmocka_unit_test(test_every_byte), cmocka_unit_test(test_fuzz),
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

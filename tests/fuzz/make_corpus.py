@@ -41,6 +41,25 @@ put("fuzz_pt", "memo", b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01h\x00h\x01]q\x02(
                        b"X\x01\x00\x00\x00bK\x01K\x02\x86K\x03K\x04K\x05\x87K\x06\x85u.")
 
 put("fuzz_gguf", "golden", golden("golden_rot.gguf.bin"))
+
+
+def saved(n_tokens, recent_low, known, version=2):
+    """A saved sequence of the target's cache but for its hashes and check, which the target makes right."""
+    rows = min(n_tokens, 4) + n_tokens - max(recent_low, 4) if n_tokens > 4 else n_tokens
+    body = bytes(i * 37 % 251 for i in range(16 * n_tokens)) + bytes(i * 11 % 63 for i in range(64 * rows))
+    body += struct.pack(f"<{known}i", *range(known)) + bytes(8)
+    more = struct.pack("<Qq", 0, known) if version == 2 else b""
+    head = struct.pack("<IIQQQiiiiqq", 0x31514553, version, 64 + len(more) + len(body), 0, 0, 0, 4, 24, 0, n_tokens, recent_low)
+    return head + more + body
+
+
+put("fuzz_saved", "empty", saved(0, 0, 0))
+put("fuzz_saved", "short", saved(3, 0, 3))
+put("fuzz_saved", "pages", saved(130, 90, 130))
+put("fuzz_saved", "unknown", saved(70, 64, 20))
+put("fuzz_saved", "version1", saved(40, 0, 0, 1))
+put("fuzz_saved", "huge", saved(0, 0, 0)[:48] + struct.pack("<qqQq", 2**62, 2**61, 0, 2**62) + bytes(8))
+
 text = lambda s: struct.pack("<Q", len(s)) + s
 put("fuzz_gguf", "types", b"GGUF" + struct.pack("<IQQ", 2, 0, 4) + b"".join(
     text(k) + struct.pack("<I", t) + v for k, t, v in [(b"a", 0, b"\1"), (b"b", 12, bytes(8)), (b"c", 9, struct.pack("<IQ", 3, 2) + bytes(4)),
