@@ -4,6 +4,8 @@
     measure.py prepare  OSCAR MODEL --cache ours --slots 16 --context 4096 --folder F --text book.txt
     measure.py decode   OSCAR MODEL --cache ours --slots 16 --context 4096 --folder F
     measure.py mixed    OSCAR MODEL --cache ours --slots 16 --context 4096 --text book.txt
+    measure.py figures  OSCAR MODEL --cache ours --cores 2-3 --text book.txt
+    measure.py long     OSCAR MODEL --cache ours --cores 4-5 --text book.txt
     measure.py room     OSCAR MODEL --slots 16 --memory 1073741824
     measure.py table    RESULTS.jsonl
 
@@ -11,7 +13,8 @@ prepare computes --distinct prompts and saves them, untimed, so that decode can 
 all slots write --predict tokens at the same time. Slots with the same prompt share our pages, so ours is
 measured with as many as slots; llama.cpp's own copies them and one is enough. Another prepare with a
 larger --prompt goes on from what the last one saved, so that long prompts can be computed in pieces. mixed sends a prompt of nearly the whole context for each slot
-at once and lets them be answered. room asks how many tokens fit. Caches: ours (2 bits), f16, q4_0
+at once and lets them be answered; figures is mixed with 16 slots of 4,096 tokens and two threads, long is
+one slot of 32,768 with a prompt of 31,000. Runs can go beside each other, each on --cores of its own. room asks how many tokens fit. Caches: ours (2 bits), f16, q4_0
 (llama.cpp's own, flash attention on). Each prints a line of JSON, and adds it to --out; table takes
 medians over the lines of such a file.
 """
@@ -24,26 +27,32 @@ import sys
 import tempfile
 import time
 
-from serve_client import Failure, Server, check, make_texts, together
+from serve_client import Failure, Server, check, make_texts, parse_cores, together
 
 OWN = {"f16": [], "q4_0": ["-ctk", "q4_0", "-ctv", "q4_0"]}
 
 
 def start(args, folder, *more):
-    common = ["-np", str(args.slots), "-c", str(args.slots * args.context), "-t", str(args.threads), "--cache-ram", "0",
+    # Told this much, llama.cpp says how large its cache is.
+    common = ["-np", str(args.slots), "-c", str(args.slots * args.context), "-t", str(args.threads), "--cache-ram", "0", "-lv", "4",
               "--slot-save-path", folder + "/", *more]
     log = os.path.join(folder, f"log-{args.cache}")
+    # The folder may lie elsewhere than where the program was built.
+    environment = {"OSCAR_LLAMA_BIN": args.llama_bin, "LD_LIBRARY_PATH": args.llama_bin} if args.llama_bin else {}
+    how = {"environment": environment, "port": args.port, "cores": args.cores, "timeout_s": args.timeout, "wait_s": args.timeout}
     if args.cache == "ours":
         stats = os.path.join(folder, "stats")
         rotations = ["--rotations", args.rotations] if args.rotations else []
-        return Server([args.oscar, "serve", args.model, *rotations, "--stats", stats, *common], log, stats=stats)
+        return Server([args.oscar, "serve", args.model, *rotations, "--stats", stats, *common], log, stats=stats, **how)
     program = os.path.join(args.llama_bin, "llama-server")
-    return Server([program, "-m", args.model, "-fit", "off", "-fa", "on", *OWN[args.cache], *common], log)
+    return Server([program, "-m", args.model, "-fit", "off", "-fa", "on", *OWN[args.cache], *common], log, **how)
 
 
 def prompts_of(args, server):
     n = args.prompt or args.context - args.predict - 8
-    return [server.tokenize(text)[:n] for text in make_texts(args.text, args.distinct, args.context * 6, args.seed)]
+    prompts = [server.tokenize(text)[:n] for text in make_texts(args.text, args.distinct, args.context * 6, args.seed)]
+    check(all(len(prompt) == n for prompt in prompts), f"the text gives {min(map(len, prompts))} tokens, {n} are wanted")
+    return prompts
 
 
 def slot_file(args, slot):
@@ -56,7 +65,15 @@ def cache_bytes(args, server):
         stats = server.stats()
         return stats['oscar_live_bytes{part="pages"}'] + stats['oscar_live_bytes{part="overlay"}']
     found = server.said(r"size =\s*([0-9.]+) MiB \(")
-    return int(float(found[1]) * (1 << 20)) if found else None
+    check(found, "the server's log does not say how large its cache is")
+    return int(float(found[1]) * (1 << 20))
+
+
+def reserved_bytes(args, server):
+    """The same with the room that is not used: ours with windows and scratch as well."""
+    if args.cache != "ours":
+        return cache_bytes(args, server)
+    return sum(value for name, value in server.stats(settle=False).items() if name.startswith("oscar_reserved_bytes{"))
 
 
 def prepare(args):
@@ -108,7 +125,17 @@ def mixed(args):
         waits = sorted(row["first"] - row["begin"] for row in rows)
         return {"tokens_per_second": (sum(map(len, prompts)) + args.slots * args.predict) / seconds, "seconds": seconds,
                 "first_token_median_s": statistics.median(waits), "first_token_earliest_s": waits[0], "first_token_latest_s": waits[-1],
-                "cache_bytes": cache_bytes(args, server), "peak_rss": server.memory()[1]}
+                "cache_bytes": cache_bytes(args, server), "reserved_bytes": reserved_bytes(args, server), "peak_rss": server.memory()[1]}
+
+
+def long(args):
+    """One sequence: its prompt, and then its answer at that depth."""
+    with tempfile.TemporaryDirectory() as folder, start(args, folder) as server:
+        prompt = prompts_of(args, server)[0]
+        row = timed_stream(server, prompt, args.predict, 0)
+        return {"prompt_seconds": row["first"] - row["begin"], "prompt_tokens_per_second": len(prompt) / (row["first"] - row["begin"]),
+                "answer_tokens_per_second": (args.predict - 1) / (row["last"] - row["first"]), "tokens": len(prompt) + args.predict,
+                "cache_bytes": cache_bytes(args, server), "reserved_bytes": reserved_bytes(args, server), "peak_rss": server.memory()[1]}
 
 
 def room(args):
@@ -141,18 +168,21 @@ def table(path):
 def main():
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit(1))  # the server is stopped on the way out
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("piece", choices=("prepare", "decode", "mixed", "room", "table"))
+    parser.add_argument("piece", choices=("prepare", "decode", "mixed", "figures", "long", "room", "table"))
     parser.add_argument("oscar", help="the program; for table the file")
     parser.add_argument("model", nargs="?", help="path of a GGUF file")
     parser.add_argument("--cache", choices=("ours", "f16", "q4_0"), default="ours")
     parser.add_argument("--rotations")
     parser.add_argument("--llama-bin", help="folder of llama-server", default=os.environ.get("OSCAR_LLAMA_BIN", ""))
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--context", type=int, default=4096, help="tokens a slot")
+    parser.add_argument("--slots", type=int, help="(default: 16; long: 1)")
+    parser.add_argument("--context", type=int, help="tokens a slot (default: 4096; long: 32768)")
     parser.add_argument("--distinct", type=int, help="different prompts (default: as many as slots)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: the context but for the answer)")
     parser.add_argument("--predict", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, help="(default: one for each core; figures and long: 2)")
+    parser.add_argument("--cores", type=parse_cores, help="cores that the server runs on, as 0-3,6 (default: all)")
+    parser.add_argument("--port", type=int, help="of the server (default: a free one)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a first token may take")
     parser.add_argument("--memory", type=int, default=1 << 30)
     parser.add_argument("--text", help="file that prompts are taken from")
     parser.add_argument("--folder", help="where prepare leaves what decode takes")
@@ -162,9 +192,14 @@ def main():
     if args.piece == "table":
         table(args.oscar)
         return 0
+    fixed = args.piece in ("figures", "long")
+    args.slots = args.slots or (1 if args.piece == "long" else 16)
+    args.context = args.context or (32768 if args.piece == "long" else 4096)
+    args.prompt = args.prompt or (31000 if args.piece == "long" and args.context >= 32768 else None)
+    args.threads = args.threads or (2 if fixed else os.cpu_count())
     args.distinct = args.distinct or args.slots
     try:
-        result = {"prepare": prepare, "decode": decode, "mixed": mixed, "room": room}[args.piece](args)
+        result = {"prepare": prepare, "decode": decode, "mixed": mixed, "figures": mixed, "long": long, "room": room}[args.piece](args)
     except (Failure, OSError) as failure:
         print(f"measure: {failure}", file=sys.stderr)
         return 1

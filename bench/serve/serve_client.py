@@ -26,16 +26,18 @@ def check(condition, text):
 
 
 class Server:
-    """A running llama-server. `command` begins with the program; an address is added to it."""
+    """A running llama-server. `command` begins with the program; an address is added to it. Many can run
+    beside each other: each takes a free port, unless one is given, and runs on `cores` alone."""
 
-    def __init__(self, command, log, environment=None, stats=None, wait_s=300):
-        self.log, self.stats_path, self.port = log, stats, free_port()
+    def __init__(self, command, log, environment=None, stats=None, wait_s=300, port=None, cores=None, timeout_s=600):
+        self.log, self.stats_path, self.port, self.timeout_s = log, stats, port or free_port(), timeout_s
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
         with open(log, "wb") as err, open(log + ".out", "wb") as out:
             self.process = subprocess.Popen(
                 command + ["--host", "127.0.0.1", "--port", str(self.port)],
-                env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None)
         self.wait_ready(wait_s)
 
     def wait_ready(self, wait_s):
@@ -142,7 +144,7 @@ class Server:
 
     def stream(self, prompt, n_predict, **options):
         """Yields the events of a streamed answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.timeout_s)
         try:
             connection.request("POST", "/completion", json.dumps(
                 {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "stream": True, **options}),
@@ -179,6 +181,15 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def parse_cores(text):
+    """{0, 1, 2, 5} of "0-2,5", as taskset wants it."""
+    cores = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def together(works):

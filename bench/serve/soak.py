@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 
-from serve_client import Failure, Server, check, make_texts, pages_add_up, same_tokens
+from serve_client import Failure, Server, check, make_texts, pages_add_up, parse_cores, same_tokens
 
 N_KNOWN = 12
 MIB = 1 << 20
@@ -188,6 +188,8 @@ def main():
     parser.add_argument("--context", type=int, default=512, help="tokens a slot")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--cores", type=parse_cores, help="cores that the server runs on, as 0-3,6")
+    parser.add_argument("--port", type=int, help="of the server (default: a free one)")
     parser.add_argument("--json", help="file for the result and all samples")
     args = parser.parse_args()
 
@@ -200,7 +202,7 @@ def main():
         environment = {"MALLOC_ARENA_MAX": "4"}
         print(f"seed {args.seed}", flush=True)
         try:
-            with Server(command, os.path.join(folder, "log"), environment, os.path.join(folder, "stats")) as server:
+            with Server(command, os.path.join(folder, "log"), environment, os.path.join(folder, "stats"), port=args.port, cores=args.cores) as server:
                 soak = Soak(server, args, folder)
                 before = server.memory()[0]
                 soak.prepare()
