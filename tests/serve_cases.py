@@ -4,7 +4,11 @@ alone, by tokens and log-probabilities.
 
 usage: serve_cases.py WORK_FOLDER OSCAR MODEL ROTATIONS TEXT [CASE...]
 """
+import http.client
+import json
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -189,6 +193,106 @@ def case_shared():
         ended(server)
 
 
+def case_turns():
+    """B17, B16: a conversation in micro-batches of 64 tokens; each turn knows all before it, and is answered as
+    the same text computed at once. B12: the end of the context ends an answer, also with --context-shift."""
+    with serve("-np", "2", "-c", "2048", "-b", "64", "-ub", "64", "--cache-ram", "0", "--context-shift") as server:
+        said, known = [], 0
+        for turn, words in enumerate(texts(server, 3, 110)):
+            said += words
+            cold = server.answer(said, 20, cache_prompt=False, id_slot=1)
+            warm = server.complete(said, 20, cache_prompt=True, id_slot=0)
+            check(warm["timings"]["cache_n"] >= known - 1, f"turn {turn}: {warm['timings']['cache_n']} tokens are known, expected {known - 1}")
+            same_tokens(server, said, [token for token, _ in cold], warm["tokens"], f"turn {turn}, warm")
+            said += warm["tokens"]
+            known = len(said)
+        prompt = texts(server, 1, 1000, SEED + 6)[0]
+        last = server.complete(prompt, 200, ignore_eos=True, cache_prompt=False)
+        check(last["stop_type"] == "limit" and last["truncated"] and 20 <= last["tokens_predicted"] <= 30,
+              f"past the context: {last['stop_type']}, {last['tokens_predicted']} tokens")
+        same_answers(cold, server.answer(said[:-20], 20, cache_prompt=False), "after the context was full")
+        ended(server)
+
+
+def chat(server, text, **options):
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 12, **options}
+    status, reply = server.post("/v1/chat/completions", body)
+    check(status == 200 and "choices" in reply, f"/v1/chat/completions: {status} {str(reply)[:300]}")
+    return reply
+
+
+def chat_events(server, **options):
+    """Status and the events of a streamed chat."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = {"messages": [{"role": "user", "content": "Name a color."}], "temperature": 0, "max_tokens": 5, "stream": True, **options}
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        lines = [line[6:].strip() for line in reply.read().split(b"\n") if line.startswith(b"data: ")]
+        return reply.status, [json.loads(line) for line in lines if line != b"[DONE]"], lines.count(b"[DONE]")
+    finally:
+        connection.close()
+
+
+def case_api():
+    """What clients of OpenAI's API rely on (C03 to C18), of the unmodified server on this cache."""
+    with serve("-np", "4", "-c", "2048", "--cache-ram", "0") as server:
+        one = chat(server, "Name a color.", max_tokens=1)
+        check(one["choices"][0]["finish_reason"] == "length" and one["usage"]["completion_tokens"] == 1, f"C05: {one}")
+        usage = chat(server, "Name a color.")["usage"]
+        check(usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"], f"C04: {usage}")
+        check(usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1, f"G06: {usage}")
+        for wanted in (True, False):
+            status, events, done = chat_events(server, **({"stream_options": {"include_usage": True}} if wanted else {}))
+            check(status == 200 and done == 1, f"C04: {status}, {done} [DONE]")
+            check((not events[-1]["choices"] and events[-1]["usage"]["completion_tokens"] == 5) == wanted, f"C04: {events[-1]}")
+            check(all(event["choices"] for event in events[:-1]), "C04: a chunk without choices before the last")
+        logs = chat(server, "Name a color.", logprobs=True, top_logprobs=20)["choices"][0]["logprobs"]["content"]
+        check(len(logs) == 12 and all(sum(2.718281828 ** best["logprob"] for best in entry["top_logprobs"]) <= 1.001 and "bytes" in entry
+                                      for entry in logs), f"C07: {logs[0]}")
+        parts = [{"type": "text", "text": "Name a "}, {"type": "text", "text": "color."}]
+        check(abs(chat(server, parts)["usage"]["prompt_tokens"] - usage["prompt_tokens"]) <= 2, "C13: content as parts")
+        three = chat(server, "Name a color.", n=3)
+        check(len({choice["message"]["content"] for choice in three["choices"]}) == 1 and len(three["choices"]) == 3, f"C15: {three}")
+        size = server.get("/slots")[1][0]["n_ctx"]
+        status, events, _ = chat_events(server, messages=[{"role": "user", "content": " word" * (size + 10)}])
+        check(status == 400 and not events, f"C10: a streamed prompt that is too long: {status}")
+        for path, method, status in (("/v1/nothing", "GET", 404), ("/v1/nothing", "POST", 404)):
+            found, reply = server.request(method, path, {} if method == "POST" else None)
+            check(found == status and "error" in reply, f"C18: {method} {path}: {found} {reply}")
+        bodies(server)
+        for i in range(6):  # C03: anything may come out, and all of it is JSON
+            server.complete("Once", 100, temperature=2.0, seed=i, cache_prompt=False, ignore_eos=True)
+        again = chat(server, "Name a color.")
+        check(again["usage"]["completion_tokens"] == usage["completion_tokens"], "another answer at the end")
+        pages_add_up(server.stats())
+        ended(server)
+
+
+def bodies(server):
+    """C03, C12, C16: bodies that are not what they should be; the server lives on and says so in JSON."""
+    wrong = [b'{"prompt": "\\ud800"}', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}', b"0", b'"a"', b"[[[",
+             {"messages": []}, {"messages": {}}, {"messages": "x"}, {"messages": [{"role": "user"}]},
+             {"prompt": "a", "n_predict": 2, "logit_bias": {"999999999": 1}}, {"prompt": "a", "n_predict": 2, "top_p": 1.5},
+             {"prompt": "a", "n_predict": 2, "temperature": -1}, {"prompt": "a", "n_predict": 2, "n_cmpl": 1000000000}]
+    for body in wrong:
+        path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/completion"
+        status, reply = server.post(path, body)
+        check(isinstance(reply, (dict, list)) and (status == 200 or (400 <= status < 600 and "error" in reply)),
+              f"C12: {str(body)[:80]}: {status} {str(reply)[:200]}")
+    check(server.get("/health")[0] == 200, "the server is not healthy after wrong bodies")
+    # Half a body does not keep others from being served.
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as half:
+        half.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
+        server.complete("Once", 2)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/completion", iter([bytes([byte]) for byte in b'{"prompt": "Once", "n_predict": 2}']),
+                       {"Content-Type": "application/json"}, encode_chunked=True)
+    reply = connection.getresponse()
+    check(reply.status == 200 and json.loads(reply.read())["tokens_predicted"] == 2, f"C16: a body in chunks: {reply.status}")
+    connection.close()
+
+
 def drafted(arguments, what, repeats):
     """Greedy answers with drafts that are checked and rolled back, alone and four at a time."""
     with serve("-np", "4", "-c", "8192", "--cache-ram", "0", *arguments) as server:
@@ -305,7 +409,6 @@ def refused(arguments, pattern):
             lines = [line for line in file if line.startswith("oscar: ")]
         if "the server runs" in str(failure):
             raise
-    import re
     check(len(lines) == 1 and re.search(pattern, lines[0]), f"{arguments}: said {lines}, expected {pattern}")
 
 
