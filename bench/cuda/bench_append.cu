@@ -2,30 +2,13 @@
  * bench_append.cu - times append inside a CUDA graph: one token for 32 sequences, and a chunk of
  * 2,048 tokens; 8 KV heads, head_dim 128, default recipe with 16 tracked pairs.
  */
-#include <cuda_runtime.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 
-#include <algorithm>
 #include <random>
-#include <vector>
 
-#include "oscar/cuda.h"
+#include "timing.h"
 
 static const int D = 128, H = 8;
-
-static void check(cudaError_t code, const char *what) {
-    if (code == cudaSuccess) return;
-    fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(code));
-    exit(1);
-}
-template <class T> static T *upload(const std::vector<T> &v) {
-    T *p;
-    check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return p;
-}
 
 static void bench(const oscar_cuda_layer *layer, int n_tokens, int n_seqs, const char *what) {
     std::mt19937 random(7);
@@ -53,35 +36,9 @@ static void bench(const oscar_cuda_layer *layer, int n_tokens, int n_seqs, const
     a.pages = upload(std::vector<uint8_t>(table.size() * H * oscar_cuda_tile_bytes(D, 2, 2)));
     a.overlay_k = upload(std::vector<uint16_t>(n_seqs * H * rows * D));
     a.overlay_v = upload(std::vector<uint16_t>(n_seqs * H * rows * D));
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t start, stop;
-    check(cudaStreamCreate(&stream), "stream");
-    check(cudaEventCreate(&start), "event");
-    check(cudaEventCreate(&stop), "event");
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int i = 0; i < 10; i++) {
-        oscar_error error;
-        if (oscar_cuda_append(layer, &a, stream, &error) != OSCAR_OK) {
-            fprintf(stderr, "%s\n", error.message);
-            exit(1);
-        }
-    }
-    check(cudaStreamEndCapture(stream, &graph), "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-    std::vector<float> times;
-    for (int r = 0; r < 12; r++) {
-        check(cudaEventRecord(start, stream), "record");
-        check(cudaGraphLaunch(exec, stream), "launch");
-        check(cudaEventRecord(stop, stream), "record");
-        check(cudaStreamSynchronize(stream), "synchronize");
-        float ms;
-        check(cudaEventElapsedTime(&ms, start, stop), "elapsed");
-        times.push_back(ms * 100);
-    }
-    std::sort(times.begin(), times.end());
-    printf("append %s: %d tokens x %d heads, %.1f us\n", what, n_tokens, H, times[6]);
+    oscar_error error;
+    const float us = time_graph(10, 11, [&](cudaStream_t stream) { check(oscar_cuda_append(layer, &a, stream, &error), error); });
+    printf("append %s: %d tokens x %d heads, %.1f us\n", what, n_tokens, H, us);
 }
 
 int main() {
@@ -121,10 +78,7 @@ int main() {
     o.k_metric_d = dg.data();
     oscar_cuda_layer *layer;
     oscar_error error;
-    if (oscar_cuda_layer_create(&layer, &o, &error) != OSCAR_OK) {
-        fprintf(stderr, "%s\n", error.message);
-        return 1;
-    }
+    check(oscar_cuda_layer_create(&layer, &o, &error), error);
     bench(layer, 32, 32, "one token of 32 sequences");
     bench(layer, 2048, 1, "a chunk");
     oscar_cuda_layer_free(layer);

@@ -4,28 +4,12 @@
  *   bench_prefill [key=value ...]   d, t (tokens of history, the chunk's included), n (tokens of the chunk),
  *                                   g (query heads a KV head), h (KV heads), tracked
  */
-#include <cuda_runtime.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include <algorithm>
 #include <random>
-#include <vector>
 
-#include "oscar/cuda.h"
-
-static void check(cudaError_t code, const char *what) {
-    if (code == cudaSuccess) return;
-    fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(code));
-    exit(1);
-}
-static void check(oscar_status status, const oscar_error &error) {
-    if (status == OSCAR_OK) return;
-    fprintf(stderr, "%s\n", error.message);
-    exit(1);
-}
+#include "timing.h"
 
 struct Options {
     int d = 128, h = 8, g = 4, t = 32768, n = 2048, tracked = 0;
@@ -69,13 +53,6 @@ static oscar_cuda_layer *make_layer(const Options &o) {
     return layer;
 }
 
-template <class T> static T *upload(const std::vector<T> &v) {
-    T *p;
-    check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return p;
-}
-
 static std::vector<uint16_t> random_bf16(size_t n) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
@@ -87,33 +64,6 @@ static std::vector<uint16_t> random_bf16(size_t n) {
         x = (uint16_t)(u >> 16);
     }
     return v;
-}
-
-/* Median time in us of `launch`, three times in a graph. */
-template <class F> static float time_graph(F launch) {
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t start, stop;
-    check(cudaStreamCreate(&stream), "stream");
-    check(cudaEventCreate(&start), "event");
-    check(cudaEventCreate(&stop), "event");
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int i = 0; i < 3; i++) launch(stream);
-    check(cudaStreamEndCapture(stream, &graph), "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-    std::vector<float> times;
-    for (int r = 0; r < 8; r++) {
-        check(cudaEventRecord(start, stream), "record");
-        check(cudaGraphLaunch(exec, stream), "launch");
-        check(cudaEventRecord(stop, stream), "record");
-        check(cudaStreamSynchronize(stream), "synchronize");
-        float ms;
-        check(cudaEventElapsedTime(&ms, start, stop), "elapsed");
-        if (r > 0) times.push_back(ms * 1000 / 3);
-    }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
 }
 
 static void bench(const Options &o) {
@@ -157,8 +107,8 @@ static void bench(const Options &o) {
     a.k = k + (o.t - o.n) * row;
     a.v = v + (o.t - o.n) * row;
     a.positions = all_positions + o.t - o.n;
-    const float append = time_graph([&](cudaStream_t s) { check(oscar_cuda_append(layer, &a, s, &error), error); });
-    const float attend = time_graph([&](cudaStream_t s) { check(oscar_cuda_prefill(layer, &q, s, &error), error); });
+    const float append = time_graph(3, 7, [&](cudaStream_t s) { check(oscar_cuda_append(layer, &a, s, &error), error); });
+    const float attend = time_graph(3, 7, [&](cudaStream_t s) { check(oscar_cuda_prefill(layer, &q, s, &error), error); });
     /* Products of the visible pairs. */
     const double pairs = (double)o.n * o.t - 0.5 * o.n * (o.n - 1);
     const double flops = 4.0 * pairs * o.d * o.h * o.g;

@@ -39,7 +39,7 @@ template <int D> __host__ __device__ constexpr int rows_floats(int n_rows) {
 }
 template <int D> __host__ __device__ constexpr int staged_floats() { return D * D + layout_metric_floats(D); }
 
-/* D / 16 values of one channel, of rows THREADS / D apart, as bits; all loads are in flight at once, and stay
+/* N values of one channel, of rows THREADS / D apart, as bits; all loads are in flight at once, and stay
  * before what follows. */
 template <int N> DEVICE void load_inputs(const void *in, const size_t (&at)[N], int dtype, uint32_t (&v)[N]) {
     if (dtype == OSCAR_DTYPE_F32) {
@@ -65,13 +65,20 @@ DEVICE void stage(float *to, const float *from, int n, int n_threads) {
                      : "memory");
 }
 
-/* The rows of tokens first .. without their means, transposed: [D, ROWS + 4]. flood() starts the large copies:
- * small loads would wait behind them. */
-template <int D, int THREADS, class F>
+/* Cosine and sine of a pair's angle at the start of a position's page. */
+DEVICE float2 page_turn(const AppendParams &p, int head, int pair, int position) {
+    double s, c;
+    sincos(static_cast<double>(position / 64 * 64) * static_cast<double>(__ldg(p.bias_freq + head * p.n_tracked + pair)), &s, &c);
+    return make_float2(static_cast<float>(c), static_cast<float>(s));
+}
+
+/* The rows of tokens first .. without their means, transposed: [D, ROWS + 4]. flood() starts large copies: small
+ * loads would wait behind them. */
+template <int D, int THREADS, int ROWS, class F>
 DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int side, int head, int first, float *out,
                            F flood) {
     static_assert(THREADS % D == 0, "a thread has one channel");
-    constexpr int ROWS = THREADS / 16, PITCH = ROWS + 4, N = D / 16;
+    constexpr int PITCH = ROWS + 4, N = ROWS * D / THREADS;
     const int j = threadIdx.x % D, row0 = threadIdx.x / D;
     size_t at[N];
     uint32_t v[N];
@@ -85,6 +92,10 @@ DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int si
     load_inputs<N>(from.in, at, p.dtype, v);
     const float mean = from.mean ? __ldg(from.mean + head * D + j) : 0.0f;
     flood();
+    /* The angle of the thread's first pair while the rows are on their way. */
+    const bool biased = side == 0 && p.n_tracked > 0;
+    float2 turn = make_float2(1, 0);
+    if (biased && threadIdx.x / ROWS < p.n_tracked) turn = page_turn(p, head, threadIdx.x / ROWS, position);
 #pragma unroll
     for (int k = 0; k < N; k++) {
         const int row = row0 + k * (THREADS / D);
@@ -93,26 +104,24 @@ DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int si
         out[j * PITCH + row] = first + row < p.n_tokens ? x : 0.0f;
     }
     __syncthreads();
-    if (side || p.n_tracked == 0) return;
+    if (!biased) return;
     for (int i = threadIdx.x / ROWS; i < p.n_tracked; i += THREADS / ROWS) {
+        if (i >= THREADS / ROWS) turn = page_turn(p, head, i, position);
         const int pair = head * p.n_tracked + i;
         const int2 dims = __ldg(p.bias_dims + pair);
         const float x = __ldg(p.bias_table + pair * 128 + position % 64);
         const float y = __ldg(p.bias_table + pair * 128 + 64 + position % 64);
-        double s, c;
-        sincos(static_cast<double>(position / 64 * 64) * static_cast<double>(__ldg(p.bias_freq + pair)), &s, &c);
-        const float cf = static_cast<float>(c), sf = static_cast<float>(s);
-        out[dims.x * PITCH + own_row] -= x * cf - y * sf;
-        out[dims.y * PITCH + own_row] -= x * sf + y * cf;
+        out[dims.x * PITCH + own_row] -= x * turn.x - y * turn.y;
+        out[dims.y * PITCH + own_row] -= x * turn.y + y * turn.x;
     }
     __syncthreads();
 }
 
-/* Rows [D, ROWS + 4] times U to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th D / 16 rows. In four
- * pieces of U, each of which wait() is called for. */
-template <int D, int THREADS, class W>
+/* Rows [D, ROWS + 4] times U to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th N rows. In four pieces of U,
+ * each of which wait() is called for. */
+template <int D, int THREADS, int ROWS, class W>
 DEVICE void turn_rows(const float *rotation, bool staged, const float *residuals, float *out, W wait) {
-    constexpr int N = D / 16, PITCH = THREADS / 16 + 4;
+    constexpr int N = ROWS * D / THREADS, PITCH = ROWS + 4;
     const int j = threadIdx.x % D, first = threadIdx.x / D * N;
     float sum[N];
 #pragma unroll
@@ -120,7 +129,7 @@ DEVICE void turn_rows(const float *rotation, bool staged, const float *residuals
 #pragma unroll 1
     for (int piece = 0; piece < 4; piece++) {
         wait(piece);
-#pragma unroll 8
+#pragma unroll 16
         for (int i = piece * (D / 4); i < (piece + 1) * (D / 4); i++) {
             const float u = staged ? rotation[i * D + j] : __ldg(rotation + i * D + j);
 #pragma unroll
@@ -211,8 +220,8 @@ DEVICE void store_value_plane(const int (&code)[D / 16], int shift, bool ones, i
     }
 }
 
-template <int D>
-DEVICE void store_tile(const AppendParams &p, const Row<D> &w, const Levels &q, int side, int slot, uint8_t *tile,
+template <int D, bool WIDE>
+DEVICE void store_tile(const AppendParams &p, const Row<D, WIDE> &w, const Levels &q, int side, int slot, uint8_t *tile,
                        bool valid) {
     using R = Row<D>;
     int code[R::N];
@@ -235,47 +244,48 @@ DEVICE void store_tile(const AppendParams &p, const Row<D> &w, const Levels &q, 
 
 /* --- a row --------------------------------------------------------------------------------------- */
 
-template <int D>
-DEVICE void quantise(const AppendSide &from, Row<D> &w, const Levels &q, const AppendMetric &metric, int recipe) {
-    using R = Row<D>;
+template <int D, bool WIDE>
+DEVICE void quantise(const AppendSide &from, Row<D, WIDE> &w, const Levels &q, const AppendMetric &metric, int recipe) {
+    using R = Row<D, WIDE>;
     const bool zoo = recipe == OSCAR_RECIPE_ZOO, with_metric = from.metric != nullptr;
     const bool ldlq = from.ldlq && with_metric && !zoo;
 #pragma unroll
     for (int g = 0; g < R::G; g++) {
         if (zoo) {
             float low, high;
-            range_of_group<D>(w, g, &low, &high);
-            const float limit = magnitude_of_rank<D>(w, g, rank_from_top<D>(from.clip));
+            range_of_group(w, g, &low, &high);
+            const float limit = magnitude_of_rank(w, g, rank_from_top<R>(from.clip));
             range_params(q, low, high, limit, &w.step[g], &w.offset[g]);
             w.step[g] = to_fp16(w.step[g]);
             w.offset[g] = to_fp16(w.offset[g]);
         } else {
-            least_squares<D>(w, q, g, &w.step[g], &w.offset[g]);
+            least_squares(w, q, g, &w.step[g], &w.offset[g]);
         }
     }
     if (ldlq) {
 #pragma unroll 1
-        for (int round = 0; round < LDLQ_REFITS; round++) round_ldlq<D>(w, q, metric);
+        for (int round = 0; round < LDLQ_REFITS; round++) round_ldlq(w, q, metric);
     } else {
-        round_plain<D>(w, q);
+        round_plain(w, q);
     }
-    if (from.gain && !zoo) apply_gain<D>(w, q, metric, with_metric, ldlq);
+    if (from.gain && !zoo) apply_gain(w, q, metric, with_metric, ldlq);
 }
 
-template <int D>
+template <int D, bool WIDE>
 DEVICE void append_row(const AppendParams &p, const AppendMetric &metric, float *turned, float *scratch, int side,
                        int head, int token) {
-    using R = Row<D>;
+    using R = Row<D, WIDE>;
     const AppendSide &from = p.side[side];
-    const int half = threadIdx.x >> 4;
+    const int row = threadIdx.x / R::LANES;
     const bool valid = token < p.n_tokens;
     const int position = valid ? load_int(p.positions + token) : 0, seq = valid ? load_int(p.seqs + token) : 0;
     const int page = valid ? load_int(p.block_table + static_cast<size_t>(seq) * p.table_stride + position / 64) : 0;
     const int slot = valid && p.slots ? load_int(p.slots + seq) : seq;
     R w;
     w.lane = threadIdx.x & 15;
-    w.shared_x = turned + half * R::STRIDE;
-    w.scratch = scratch + half * R::STRIDE;
+    w.upper = WIDE && (threadIdx.x & 16);
+    w.shared_x = turned + row * R::STRIDE;
+    w.scratch = scratch + row * R::STRIDE;
     bool finite = true, small = true;
 #pragma unroll
     for (int m = 0; m < R::N; m++) {
@@ -283,7 +293,8 @@ DEVICE void append_row(const AppendParams &p, const AppendMetric &metric, float 
         finite = finite && fabsf(w.x[m]) <= FLT_MAX;
         small = small && fabsf(w.x[m]) <= ROW_LIMIT;
     }
-    const unsigned row_lanes = 0xffffu << (threadIdx.x & 16);
+    const unsigned row_lanes = WIDE ? FULL_WARP : 0xffffu << (threadIdx.x & 16);
+    const bool stores = valid && !w.upper;
     finite = (__ballot_sync(FULL_WARP, finite) & row_lanes) == row_lanes;
     small = __all_sync(FULL_WARP, small);
     const int overlay_row = position < p.sink ? position : p.sink8 + position % p.ring;
@@ -292,7 +303,7 @@ DEVICE void append_row(const AppendParams &p, const AppendMetric &metric, float 
             from.overlay + (static_cast<size_t>(slot * p.n_kv_heads + head) * (p.sink8 + p.ring) + overlay_row) * D;
 #pragma unroll
         for (int m = 0; m < R::N; m++)
-            if (valid) overlay[16 * m + w.lane] = __bfloat16_as_ushort(__float2bfloat16_rn(w.x[m]));
+            if (stores) overlay[16 * m + w.lane] = __bfloat16_as_ushort(__float2bfloat16_rn(w.x[m]));
     };
     if (!small) { /* otherwise the overlay is stored last: its address takes a while to arrive */
         if (!finite && w.lane == 0 && p.bad_token) atomicMin(p.bad_token, token);
@@ -308,15 +319,15 @@ DEVICE void append_row(const AppendParams &p, const AppendMetric &metric, float 
         __syncwarp();
     }
     const Levels q = levels_of(from.bits);
-    quantise<D>(from, w, q, metric, p.recipe);
+    quantise(from, w, q, metric, p.recipe);
     if (small) store_overlay();
-    store_tile<D>(p, w, q, side, position % 64, p.pages + (static_cast<size_t>(page) * p.n_kv_heads + head) * p.tile_bytes,
-                  valid);
+    store_tile(p, w, q, side, position % 64, p.pages + (static_cast<size_t>(page) * p.n_kv_heads + head) * p.tile_bytes,
+               stores);
 }
 
-template <int D, int THREADS, bool STAGED>
+template <int D, int THREADS, bool STAGED, bool WIDE>
 __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constant__ AppendParams p) {
-    constexpr int ROWS = THREADS / 16;
+    constexpr int ROWS = THREADS / Row<D, WIDE>::LANES;
     extern __shared__ __align__(16) float shared[];
     const int n_keys = p.n_kv_heads * p.side[0].n_ctas, side = blockIdx.x >= n_keys;
     const AppendSide &from = p.side[side];
@@ -324,37 +335,42 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
     float *turned = shared + (STAGED ? staged_floats<D>() : 0), *residuals = turned + ROWS * Row<D>::STRIDE;
     const float *rotation = from.rotation ? from.rotation + static_cast<size_t>(head) * D * D : nullptr;
     const float *packed = from.metric ? from.metric + static_cast<size_t>(head) * layout_metric_floats(D) : nullptr;
+    /* Constants, while the kernel before this one ends. The rotation in pieces, in the order in which they are needed;
+     * the metric, which is needed later, behind the first rows. */
+    for (int piece = 0; STAGED && piece < 4; piece++) {
+        if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, THREADS);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    let_next_kernel_start();
+    wait_for_kernel_before();
     bool first = true;
 #pragma unroll 1
     for (int token = cta / p.n_kv_heads * ROWS; token < p.n_tokens; token += from.n_ctas * ROWS) {
         auto flood = [&] {
-            const int n_pieces = STAGED && first ? 4 : 0;
-            for (int piece = 0; piece < n_pieces; piece++) { /* in the order in which they are needed */
-                if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, THREADS);
-                if (packed && piece == 3) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
-                asm volatile("cp.async.commit_group;" ::: "memory");
-            }
+            if (!STAGED || !first) return;
+            if (packed) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
+            asm volatile("cp.async.commit_group;" ::: "memory");
         };
-        load_residuals<D, THREADS>(p, from, side, head, token, residuals, flood);
+        load_residuals<D, THREADS, ROWS>(p, from, side, head, token, residuals, flood);
         auto wait = [&](int piece) {
             if (!STAGED || !first) return;
-            if (piece == 0) asm volatile("cp.async.wait_group 3;" ::: "memory");
-            if (piece == 1) asm volatile("cp.async.wait_group 2;" ::: "memory");
-            if (piece == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
-            if (piece == 3) asm volatile("cp.async.wait_group 0;" ::: "memory");
+            if (piece == 0) asm volatile("cp.async.wait_group 4;" ::: "memory");
+            if (piece == 1) asm volatile("cp.async.wait_group 3;" ::: "memory");
+            if (piece == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+            if (piece == 3) asm volatile("cp.async.wait_group 1;" ::: "memory");
             __syncthreads();
         };
-        if (rotation) {
-            turn_rows<D, THREADS>(STAGED ? shared : rotation, STAGED, residuals, turned, wait);
-        } else {
-            wait(3);
+        if (rotation)
+            turn_rows<D, THREADS, ROWS>(STAGED ? shared : rotation, STAGED, residuals, turned, wait);
+        else
             for (int e = threadIdx.x; e < ROWS * D; e += THREADS)
                 turned[e / D * Row<D>::STRIDE + e % D] = residuals[e % D * (ROWS + 4) + e / D];
-        }
+        if (STAGED && first) asm volatile("cp.async.wait_group 0;" ::: "memory");
         first = false;
-        __syncthreads(); /* residuals become scratch */
+        __syncthreads(); /* residuals become scratch, the metric is there */
         const AppendMetric metric = metric_of<D>(STAGED ? shared + D * D : packed);
-        append_row<D>(p, metric, turned, residuals, side, head, token + static_cast<int>(threadIdx.x >> 4));
+        append_row<D, WIDE>(p, metric, turned, residuals, side, head,
+                            token + static_cast<int>(threadIdx.x) / Row<D, WIDE>::LANES);
         __syncthreads();
     }
 }
@@ -363,15 +379,16 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
 
 struct AppendPlan {
     void (*kernel)(const AppendParams);
-    int n_threads;
+    int n_threads, n_rows; /* of a CTA at once */
     size_t shared_bytes;
 };
 
-template <int D, int THREADS, bool STAGED> static AppendPlan plan_of() {
+template <int D, int THREADS, bool STAGED, bool WIDE = false> static AppendPlan plan_of() {
     AppendPlan plan;
-    plan.kernel = append_kernel<D, THREADS, STAGED>;
+    plan.kernel = append_kernel<D, THREADS, STAGED, WIDE>;
     plan.n_threads = THREADS;
-    plan.shared_bytes = (rows_floats<D>(THREADS / 16) + (STAGED ? staged_floats<D>() : 0)) * sizeof(float);
+    plan.n_rows = THREADS / Row<D, WIDE>::LANES;
+    plan.shared_bytes = (rows_floats<D>(plan.n_rows) + (STAGED ? staged_floats<D>() : 0)) * sizeof(float);
     return plan;
 }
 
@@ -379,13 +396,13 @@ template <int D, int THREADS, bool STAGED> static AppendPlan plan_of() {
 static AppendPlan plan_append(const oscar_cuda_layer *layer, int n_tokens) {
     if (layer->head_dim == 256) return plan_of<256, 256, false>();
     if (layer->head_dim == 64) return n_tokens <= 64 ? plan_of<64, 128, true>() : plan_of<64, 512, true>();
-    const AppendPlan plan = n_tokens <= 64 ? plan_of<128, 128, true>() : plan_of<128, 512, true>();
+    const AppendPlan plan = n_tokens <= 64 ? plan_of<128, 128, true, true>() : plan_of<128, 512, true>();
     return plan.shared_bytes <= (size_t)layer->shared_max ? plan : plan_of<128, 128, false>();
 }
 
 /* CTAs a head of keys and values: all multiprocessors, three quarters to keys when they feed errors back. */
 static void spread(const oscar_cuda_layer *layer, const AppendPlan &plan, int n_tokens, AppendParams *p) {
-    const int rows = plan.n_threads / 16, groups = (n_tokens + rows - 1) / rows;
+    const int groups = (n_tokens + plan.n_rows - 1) / plan.n_rows;
     int both = layer->n_multiprocessors / layer->n_kv_heads;
     if (both < 2) both = 2;
     int keys = p->side[0].ldlq ? (3 * both + 2) / 4 : both / 2;
@@ -439,12 +456,7 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
     p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
     const AppendPlan plan = plan_append(layer, a->n_tokens);
     spread(layer, plan, a->n_tokens, &p);
-    const oscar_status status = cuda_check(
-        cudaFuncSetAttribute(reinterpret_cast<const void *>(plan.kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)plan.shared_bytes),
-        "shared memory of the append kernel", error);
-    if (status != OSCAR_OK) return status;
     const int n_ctas = layer->n_kv_heads * (p.side[0].n_ctas + p.side[1].n_ctas);
-    plan.kernel<<<n_ctas, plan.n_threads, plan.shared_bytes, (cudaStream_t)stream>>>(p);
-    return cuda_check(cudaGetLastError(), "append launch", error);
+    const LayerLaunch launch = {dim3(n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
+    return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &p, stream, "append launch", error);
 }

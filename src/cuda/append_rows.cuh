@@ -1,10 +1,14 @@
 /*
- * append_rows.cuh - the quantiser for one row on sixteen lanes.
+ * append_rows.cuh - the quantiser for one row on sixteen lanes, or on a warp.
  *
  * Lane l has channels l, l + 16, l + 32, ...: the sixteen partial sums of the CPU's quantiser
  * (src/codec/quantize_rows.inc.h), whose operations are done here in the same order, fused where that
  * file fuses, so that codes are bit-equal; a warp does two rows. What is included here is compiled
  * without contraction.
+ *
+ * Few rows leave most of a device idle, and what counts is how long one takes: then a warp has one row
+ * (WIDE), and its halves share what can be shared: starts of the least squares, and the 64 upper and lower
+ * channels of products with B. All else both halves do.
  *
  * A code is kept as c 2^-bits, which a saturating multiply-add and an addition that rounds to zero
  * give; scaling by a power of two changes no bit of a sum.
@@ -73,7 +77,9 @@ template <int D> DEVICE AppendMetric metric_of(const float *packed) {
     return m;
 }
 
-template <int D> struct Row {
+template <int D, bool WIDE_ = false> struct Row {
+    static constexpr bool WIDE = WIDE_;
+    static constexpr int LANES = WIDE ? 32 : 16;
     static constexpr int N = D / 16, G = D > 128 ? D / 128 : 1, GROUP = D / G, NG = GROUP / 16;
     static constexpr int CHUNKS = N / 4;
     static constexpr int STRIDE = D + 16; /* floats of a row in shared memory: two rows on all banks */
@@ -82,6 +88,7 @@ template <int D> struct Row {
     float *shared_x; /* [D] this row's x */
     float *scratch;  /* [D] of this row */
     int lane;        /* 0 .. 15 */
+    bool upper;      /* WIDE: this is the upper half of the warp */
 };
 
 DEVICE float to_fp16(float v) {
@@ -126,8 +133,8 @@ DEVICE float exchange(float a, int n, bool larger) {
 
 /* The sixteen largest |x| of a group, falling with the lane. Bitonic: every sixteen are sorted, even
  * ones falling, odd ones rising, then pairs are merged. */
-template <int D> DEVICE float largest_magnitudes(const Row<D> &w, int g) {
-    constexpr int NG = Row<D>::NG;
+template <class R> DEVICE float largest_magnitudes(const R &w, int g) {
+    constexpr int NG = R::NG;
     const int swaps[10] = {1, 2, 1, 4, 2, 1, 8, 4, 2, 1};
     const unsigned masks[10] = {0x9999, 0xc3c3, 0xa5a5, 0xf00f, 0xcc33, 0xaa55, 0x00ff, 0x0f0f, 0x3333, 0x5555};
     float v[NG];
@@ -154,14 +161,13 @@ template <int D> DEVICE float largest_magnitudes(const Row<D> &w, int g) {
 }
 
 /* The index min(int(clip G), G - 1) of |x| sorted rising, counted from the top. */
-template <int D> DEVICE int rank_from_top(float clip) {
-    const int rank = static_cast<int>(clip * static_cast<float>(Row<D>::GROUP));
-    return Row<D>::GROUP - 1 - min(rank, Row<D>::GROUP - 1);
+template <class R> DEVICE int rank_from_top(float clip) {
+    const int rank = static_cast<int>(clip * static_cast<float>(R::GROUP));
+    return R::GROUP - 1 - min(rank, R::GROUP - 1);
 }
 
 /* |x| of any rank (0: largest): the value with that many before it. */
-template <int D> DEVICE float magnitude_of_rank(const Row<D> &w, int g, int rank) {
-    using R = Row<D>;
+template <class R> DEVICE float magnitude_of_rank(const R &w, int g, int rank) {
     int before[R::NG];
 #pragma unroll
     for (int m = 0; m < R::NG; m++) before[m] = 0;
@@ -183,8 +189,8 @@ template <int D> DEVICE float magnitude_of_rank(const Row<D> &w, int g, int rank
     return found;
 }
 
-template <int D> DEVICE void range_of_group(const Row<D> &w, int g, float *low, float *high) {
-    constexpr int NG = Row<D>::NG;
+template <class R> DEVICE void range_of_group(const R &w, int g, float *low, float *high) {
+    constexpr int NG = R::NG;
     float a = w.x[g * NG], b = a;
 #pragma unroll
     for (int m = 1; m < NG; m++) {
@@ -211,10 +217,10 @@ DEVICE void range_params(const Levels &q, float low, float high, float limit, fl
 /* --- least squares ------------------------------------------------------------------------------- */
 
 /* A round of all starts side by side: codes for (step, offset), then step and offset for the codes. */
-template <int D, int STARTS>
-DEVICE void least_squares_round(const Row<D> &w, const Levels &q, int g, float (&step)[STARTS], float (&offset)[STARTS]) {
-    constexpr int NG = Row<D>::NG;
-    const float half = 0.5f * q.unit, n = static_cast<float>(Row<D>::GROUP);
+template <int STARTS, class R>
+DEVICE void least_squares_round(const R &w, const Levels &q, int g, float (&step)[STARTS], float (&offset)[STARTS]) {
+    constexpr int NG = R::NG;
+    const float half = 0.5f * q.unit, n = static_cast<float>(R::GROUP);
     float inv[STARTS], sum[STARTS][4];
 #pragma unroll
     for (int s = 0; s < STARTS; s++) {
@@ -249,9 +255,8 @@ DEVICE void least_squares_round(const Row<D> &w, const Levels &q, int g, float (
     }
 }
 
-template <int D>
-DEVICE float squared_error(const Row<D> &w, const Levels &q, int g, float step, float offset) {
-    constexpr int NG = Row<D>::NG;
+template <class R> DEVICE float squared_error(const R &w, const Levels &q, int g, float step, float offset) {
+    constexpr int NG = R::NG;
     const float inv = reciprocal(step) * q.unit, half = 0.5f * q.unit, up = -step * q.levels;
     float sum = 0;
 #pragma unroll
@@ -264,46 +269,56 @@ DEVICE float squared_error(const Row<D> &w, const Levels &q, int g, float step, 
 }
 
 /* Step and offset of a group: several starts, rounds of rounding and refitting, the best by squared
- * error of what will be stored. */
-template <int D, int STARTS>
-DEVICE void least_squares_from(const Row<D> &w, const Levels &q, int g, float *best_step, float *best_offset) {
-    float low, high, step[STARTS], offset[STARTS], error[STARTS];
-    const float largest = largest_magnitudes<D>(w, g);
-    range_of_group<D>(w, g, &low, &high);
+ * error of what will be stored. Halves of a warp share the starts: the lower has the first ones. */
+template <int STARTS, class R>
+DEVICE void least_squares_from(const R &w, const Levels &q, int g, float *best_step, float *best_offset) {
+    constexpr int OWN = R::WIDE ? (STARTS + 1) / 2 : STARTS;
+    float low, high, step[OWN], offset[OWN], error[OWN];
+    const float largest = largest_magnitudes(w, g);
+    range_of_group(w, g, &low, &high);
 #pragma unroll
-    for (int s = 0; s < STARTS; s++) {
-        const int rank = s == 0 ? 0 : rank_from_top<D>(q.clips[s == 0 ? 0 : s - 1]);
+    for (int s = 0; s < OWN; s++) {
+        const int lower = s == 0 ? 0 : rank_from_top<R>(q.clips[s == 0 ? 0 : s - 1]);
+        constexpr int LAST = STARTS - 1;
+        const int upper = rank_from_top<R>(q.clips[(OWN + s < LAST ? OWN + s : LAST) - 1]);
+        const int rank = R::WIDE && w.upper ? upper : lower;
         range_params(q, low, high, __shfl_sync(FULL_WARP, largest, rank, 16), &step[s], &offset[s]);
     }
 #pragma unroll 1
-    for (int round = 0; round < LS_ROUNDS; round++) least_squares_round<D, STARTS>(w, q, g, step, offset);
+    for (int round = 0; round < LS_ROUNDS; round++) least_squares_round(w, q, g, step, offset);
 #pragma unroll
-    for (int s = 0; s < STARTS; s++) {
+    for (int s = 0; s < OWN; s++) {
         step[s] = to_fp16(step[s]);
         offset[s] = to_fp16(offset[s]);
-        error[s] = squared_error<D>(w, q, g, step[s], offset[s]);
+        error[s] = squared_error(w, q, g, step[s], offset[s]);
     }
     float best_error = FLT_MAX;
     *best_step = *best_offset = 0;
 #pragma unroll
-    for (int s = 0; s < STARTS; s++) {
+    for (int s = 0; s < OWN; s++) {
         const bool better = error[s] < best_error;
         *best_step = better ? step[s] : *best_step;
         *best_offset = better ? offset[s] : *best_offset;
         best_error = better ? error[s] : best_error;
     }
+    if constexpr (R::WIDE) {
+        const float other_error = __shfl_xor_sync(FULL_WARP, best_error, 16);
+        const float other_step = __shfl_xor_sync(FULL_WARP, *best_step, 16);
+        const float other_offset = __shfl_xor_sync(FULL_WARP, *best_offset, 16);
+        const bool other = w.upper ? !(best_error < other_error) : other_error < best_error;
+        *best_step = other ? other_step : *best_step;
+        *best_offset = other ? other_offset : *best_offset;
+    }
 }
 
-template <int D>
-DEVICE void least_squares(const Row<D> &w, const Levels &q, int g, float *step, float *offset) {
+template <class R> DEVICE void least_squares(const R &w, const Levels &q, int g, float *step, float *offset) {
     if (q.bits == 2)
-        least_squares_from<D, 3>(w, q, g, step, offset);
+        least_squares_from<3>(w, q, g, step, offset);
     else
-        least_squares_from<D, 2>(w, q, g, step, offset);
+        least_squares_from<2>(w, q, g, step, offset);
 }
 
-template <int D> DEVICE void round_plain(Row<D> &w, const Levels &q) {
-    using R = Row<D>;
+template <class R> DEVICE void round_plain(R &w, const Levels &q) {
 #pragma unroll
     for (int g = 0; g < R::G; g++) {
         const float inv = reciprocal(w.step[g]) * q.unit;
@@ -412,8 +427,8 @@ DEVICE void ldlq_chunk(const Row<D> &w, const Levels &q, const AppendMetric &met
 
 /* The step and offset that <w, w>, <w, 1>, <r, w>, <r, 1> in M ask for, added to the old ones; brings r up
  * to date. product: codes of group g times B. */
-template <int D>
-DEVICE void refit_group(Row<D> &w, const AppendMetric &metric, int g, const float (&product)[D / 16]) {
+template <int D, bool WIDE>
+DEVICE void refit_group(Row<D, WIDE> &w, const AppendMetric &metric, int g, const float (&product)[D / 16]) {
     using R = Row<D>;
     const int n_channels = (g + 1) * R::NG;
     float cc = 0, c1 = 0, rc = 0, r1 = 0, ones[R::N];
@@ -447,8 +462,29 @@ DEVICE void refit_group(Row<D> &w, const AppendMetric &metric, int g, const floa
         if (m < n_channels) w.r[m] = fmaf(-moved_offset, ones[m], fmaf(-moved_step, product[m], w.r[m]));
 }
 
-/* Rounds from the last channel down, feeding the error back; leaves (x - x^) B in r. Then refits. */
-template <int D> DEVICE void round_ldlq(Row<D> &w, const Levels &q, const AppendMetric &metric) {
+/* What a row's channels are rounded to, given what was left to round of them: codes, (x - x^) B in r; then the
+ * refits. pushed: codes of a group times B, in units of codes. */
+template <int D, bool WIDE>
+DEVICE void finish_round(Row<D, WIDE> &w, const Levels &q, const AppendMetric &metric, const float (&rounded)[D / 16],
+                         float (&pushed)[Row<D>::G][D / 16]) {
+    using R = Row<D>;
+#pragma unroll
+    for (int m = 0; m < R::N; m++) {
+        const int g = m / R::NG;
+        const float inv = reciprocal(w.step[g]), shift = fmaf(-w.offset[g], inv, 0.5f) * q.unit;
+        w.code[m] = round_code(q, rounded[m], inv * q.unit, shift);
+        w.r[m] = (rounded[m] - w.x[m]) - fmaf(w.step[g] * q.levels, w.code[m], w.offset[g] - w.x[m]);
+    }
+#pragma unroll
+    for (int g = 0; g < R::G; g++) {
+#pragma unroll
+        for (int m = 0; m < R::N; m++) pushed[g][m] *= q.levels;
+        refit_group(w, metric, g, pushed[g]);
+    }
+}
+
+/* Rounds from the last channel down, feeding the error back. */
+template <int D> DEVICE void round_ldlq(Row<D, false> &w, const Levels &q, const AppendMetric &metric) {
     using R = Row<D>;
     float t[R::N], pushed[R::G][R::N];
 #pragma unroll
@@ -463,27 +499,126 @@ template <int D> DEVICE void round_ldlq(Row<D> &w, const Levels &q, const Append
     if constexpr (R::CHUNKS > 1) ldlq_chunk<D, 1>(w, q, metric, t, pushed[0]);
     ldlq_chunk<D, 0>(w, q, metric, t, pushed[0]);
     __syncwarp();
+    float rounded[R::N];
 #pragma unroll
-    for (int m = 0; m < R::N; m++) {
-        const int g = m / R::NG;
-        const float rounded = w.scratch[16 * m + w.lane], inv = reciprocal(w.step[g]);
-        const float shift = fmaf(-w.offset[g], inv, 0.5f) * q.unit;
-        w.code[m] = round_code(q, rounded, inv * q.unit, shift);
-        w.r[m] = (rounded - w.x[m]) - fmaf(w.step[g] * q.levels, w.code[m], w.offset[g] - w.x[m]);
+    for (int m = 0; m < R::N; m++) rounded[m] = w.scratch[16 * m + w.lane];
+    finish_round(w, q, metric, rounded, pushed);
+}
+
+/* --- error feedback on a warp: head_dim 128 -------------------------------------------------------
+ * The upper half has channels 64 .. 127 of t (what is left to round) and of the codes' product with B, the lower
+ * half the others. When the lower 64 channels are rounded only theirs are pushed to: then the lower half takes the
+ * errors, the upper half the codes. Errors are pushed as they come. */
+
+/* What a block of eight channels needs, loaded while the block before is rounded. */
+struct BlockInput {
+    float inner[28], x[BLOCK];
+
+    DEVICE void load(const float *shared_x, const AppendMetric &metric, int first) {
+#pragma unroll
+        for (int i = 0; i < 7; i++) {
+            const float4 v = load4(metric.blocks + 28 * (first / BLOCK) + 4 * i);
+            inner[4 * i] = v.x;
+            inner[4 * i + 1] = v.y;
+            inner[4 * i + 2] = v.z;
+            inner[4 * i + 3] = v.w;
+        }
+        const float4 x0 = load4(shared_x + first), x1 = load4(shared_x + first + 4);
+        x[0] = x0.x, x[1] = x0.y, x[2] = x0.z, x[3] = x0.w;
+        x[4] = x1.x, x[5] = x1.y, x[6] = x1.z, x[7] = x1.w;
     }
+};
+
+/* Rounds the block at `first`; left as in ldlq_block(). rows: this lane's four channels of B's rows, 64 floats a row.
+ * BOTH: t and codes are this lane's both; otherwise t is what the lane's half takes. */
+template <bool BOTH>
+DEVICE void ldlq_block_wide(const Levels &q, const Rounding &to, const BlockInput &in, const float *rows, int first, bool upper,
+                            float (&left)[BLOCK], float (&t)[4], float (&pushed)[4]) {
 #pragma unroll
-    for (int g = 0; g < R::G; g++) {
+    for (int i = BLOCK - 1, at = 0; i >= 0; i--) {
+        const float4 v = load4(rows + 64 * (first + i));
+        const float row[4] = {v.x, v.y, v.z, v.w};
+        const float c = round_code(q, left[i], to.inv, to.shift);
+        const float e = fmaf(to.step, c, to.offset - in.x[i]);
 #pragma unroll
-        for (int m = 0; m < R::N; m++) pushed[g][m] *= q.levels;
-        refit_group<D>(w, metric, g, pushed[g]);
+        for (int j = i - 1; j >= 0; j--) left[j] = fmaf(-e, in.inner[at++], left[j]);
+        const float mine = BOTH || !upper ? -e : c;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            t[n] = fmaf(mine, row[n], t[n]);
+            if (BOTH) pushed[n] = fmaf(c, row[n], pushed[n]);
+        }
     }
+}
+
+/* Chunk K (0 or 1) of 64 channels. rounded: what was left of this lane's channels of the chunk. */
+template <int K>
+DEVICE void ldlq_chunk_wide(const Row<128, true> &w, const Levels &q, const AppendMetric &metric, const Rounding &to,
+                            const float *rows, BlockInput (&in)[2], float (&t)[4], float (&pushed)[4], float (&rounded)[8]) {
+    auto keep = [&](const float (&left)[BLOCK]) { /* this lane's of eight */
+        const float a = w.lane & 1 ? left[1] : left[0], b = w.lane & 1 ? left[3] : left[2];
+        const float c = w.lane & 1 ? left[5] : left[4], d = w.lane & 1 ? left[7] : left[6];
+        const float e = w.lane & 2 ? b : a, f = w.lane & 2 ? d : c;
+        return w.lane & 4 ? f : e;
+    };
+    auto pick = [&](int m) {
+        const float even = m & 2 ? t[2] : t[0], odd = m & 2 ? t[3] : t[1];
+        return m & 1 ? odd : even;
+    };
+#pragma unroll 1
+    for (int m = 3; m >= 0; m--) {
+        const int first = 64 * K + 16 * m;
+        float left[BLOCK], mine = pick(m);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) left[i] = __shfl_sync(FULL_WARP, mine, 16 * K + BLOCK + i);
+        in[1].load(w.shared_x, metric, first);
+        ldlq_block_wide<K == 1>(q, to, in[0], rows, first + BLOCK, w.upper, left, t, pushed);
+        const float high = keep(left);
+        mine = pick(m);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) left[i] = __shfl_sync(FULL_WARP, mine, 16 * K + i);
+        in[0].load(w.shared_x, metric, first > 0 ? first - BLOCK : 0);
+        ldlq_block_wide<K == 1>(q, to, in[1], rows, first, w.upper, left, t, pushed);
+        const float low = keep(left), both = w.lane & 8 ? high : low;
+#pragma unroll
+        for (int n = 0; n < 4; n++) rounded[4 * K + n] = n == m ? both : rounded[4 * K + n];
+    }
+}
+
+DEVICE void round_ldlq(Row<128, true> &w, const Levels &q, const AppendMetric &metric) {
+    const float inv = reciprocal(w.step[0]);
+    const Rounding to = {w.step[0] * q.levels, w.offset[0], inv * q.unit, fmaf(-w.offset[0], inv, 0.5f) * q.unit};
+    float t[4], codes[4], product[1][8], rounded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        t[n] = w.upper ? w.x[4 + n] : w.x[n];
+        codes[n] = 0;
+    }
+    BlockInput in[2];
+    in[0].load(w.shared_x, metric, 120);
+    /* metric_row() for the chunk of this lane's half, then for the lower one. */
+    const float *lower = metric.rows + 4 * w.lane;
+    const float *own = w.upper ? lower + 64 * 128 - 64 * 64 : lower;
+    ldlq_chunk_wide<1>(w, q, metric, to, own, in, t, codes, rounded);
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float of_lower = __shfl_xor_sync(FULL_WARP, codes[n], 16);
+        t[n] = w.upper ? of_lower : t[n];
+    }
+    ldlq_chunk_wide<0>(w, q, metric, to, lower, in, t, codes, rounded);
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        product[0][n] = __shfl_sync(FULL_WARP, t[n], 16 + w.lane);
+        product[0][4 + n] = __shfl_sync(FULL_WARP, codes[n], 16 + w.lane);
+    }
+    finish_round(w, q, metric, rounded, product);
 }
 
 /* --- gain ---------------------------------------------------------------------------------------- */
 
 /* out = a B, rows falling; a: [D] in shared memory. */
 template <int D>
-DEVICE void metric_product(const Row<D> &w, const AppendMetric &metric, const float *a, float (&out)[D / 16]) {
+DEVICE void metric_product(const Row<D, false> &w, const AppendMetric &metric, const float *a, float (&out)[D / 16]) {
 #pragma unroll
     for (int m = 0; m < Row<D>::N; m++) out[m] = 0;
 #pragma unroll
@@ -504,9 +639,34 @@ DEVICE void metric_product(const Row<D> &w, const AppendMetric &metric, const fl
         }
 }
 
+/* The same, each half of the warp 64 columns of the product. */
+DEVICE void metric_product(const Row<128, true> &w, const AppendMetric &metric, const float *a, float (&out)[8]) {
+    float sum[4] = {0, 0, 0, 0};
+    const float *rows = metric.rows + 4 * w.lane + (w.upper ? 64 * 128 - 64 * 64 : 0);
+    const int last = w.upper ? 64 : 0; /* rows above the columns of the upper half are zero */
+#pragma unroll 8
+    for (int i4 = 124; i4 >= 0; i4 -= 4) {
+        const float4 v4 = load4(a + i4);
+        const float v[4] = {v4.x, v4.y, v4.z, v4.w};
+#pragma unroll
+        for (int i = 3; i >= 0; i--) {
+            const float4 b = load4(rows + 64 * max(i4 + i, last));
+            const float row[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) sum[n] = i4 >= last ? fmaf(v[i], row[n], sum[n]) : sum[n];
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float other = __shfl_xor_sync(FULL_WARP, sum[n], 16);
+        out[n] = w.upper ? other : sum[n];
+        out[4 + n] = w.upper ? sum[n] : other;
+    }
+}
+
 /* Scales step and offset so that the row keeps its length along itself. with_metric, have_r: uniform. */
-template <int D>
-DEVICE void apply_gain(Row<D> &w, const Levels &q, const AppendMetric &metric, bool with_metric, bool have_r) {
+template <int D, bool WIDE>
+DEVICE void apply_gain(Row<D, WIDE> &w, const Levels &q, const AppendMetric &metric, bool with_metric, bool have_r) {
     using R = Row<D>;
     float y[R::N];
     if (!have_r) {
@@ -520,12 +680,12 @@ DEVICE void apply_gain(Row<D> &w, const Levels &q, const AppendMetric &metric, b
 #pragma unroll
             for (int m = 0; m < R::N; m++) w.scratch[16 * m + w.lane] = w.r[m];
             __syncwarp();
-            metric_product<D>(w, metric, w.scratch, w.r);
+            metric_product(w, metric, w.scratch, w.r);
         }
     }
 #pragma unroll
     for (int m = 0; m < R::N; m++) y[m] = w.x[m];
-    if (with_metric) metric_product<D>(w, metric, w.shared_x, y);
+    if (with_metric) metric_product(w, metric, w.shared_x, y);
     float xx = 0, xr = 0;
 #pragma unroll
     for (int m = 0; m < R::N; m++) {

@@ -1,8 +1,8 @@
 /*
  * decode.cuh - the decode kernel: one CTA a multiprocessor, every warp with a ring of its own.
  *
- * A launch of a short context is latency: lengths, then page ids, then the first tiles; the loads of
- * the query's rotation go before the tiles, which would keep them waiting.
+ * A launch of a short context is latency: lengths, then page ids, then the first tiles. What does not depend on
+ * the kernel before is loaded while that ends (programmatic dependent launch).
  */
 #ifndef OSCAR_CUDA_DECODE_CUH
 #define OSCAR_CUDA_DECODE_CUH
@@ -67,21 +67,31 @@ DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head)
 }
 
 /* conj(q) nu of item i: two pairs of the column of a lane, without the row's scale. */
-template <class C> DEVICE float4 bias_item(const DecodeParams &p, const Target &to, int i) {
-    const int steps = p.bias_steps, step = i / (C::TILES * 32), j = i / 32 % C::TILES;
-    const int row = column_row<C>(j, (i & 31) >> 2), pair = (to.head * steps + step) * 8 + 2 * (i & 3);
-    const uint16_t *q = query_row<C>(p, to, row);
-    if (!q) return make_float4(0, 0, 0, 0);
-    const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + pair));
-    const float4 nu = __ldg(p.bias_nu + (to.head * steps + step) * 4 + (i & 3));
-    const float a0 = q_value<C>(p, q[dims.x], 0), a1 = q_value<C>(p, q[dims.y], 0);
-    const float b0 = q_value<C>(p, q[dims.z], 0), b1 = q_value<C>(p, q[dims.w], 0);
-    return make_float4(a0 * nu.x + a1 * nu.y, a1 * nu.x - a0 * nu.y, b0 * nu.z + b1 * nu.w, b1 * nu.z - b0 * nu.w);
-}
-template <class C> DEVICE void put_bias_item(const SegmentData<C> &s, int i, const float4 &x) {
-    const float up = s.query_scale[column_row<C>(i / 32 % C::TILES, (i & 31) >> 2)];
-    s.bias_query[i] = make_float4(x.x * up, x.y * up, x.z * up, x.w * up);
-}
+template <class C> struct BiasItem {
+    int4 dims; /* of the two pairs */
+    float4 nu;
+    uint32_t q[4];
+
+    DEVICE void load_constants(const DecodeParams &p, int head, int i) {
+        const int pairs = (head * p.bias_steps + i / (C::TILES * 32)) * 4 + (i & 3);
+        dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims) + pairs);
+        nu = __ldg(p.bias_nu + pairs);
+    }
+    DEVICE void load_query(const DecodeParams &p, const Target &to, int i) {
+        const uint16_t *row = query_row<C>(p, to, column_row<C>(i / 32 % C::TILES, (i & 31) >> 2));
+        q[0] = row ? load_u16(row + dims.x) : 0u;
+        q[1] = row ? load_u16(row + dims.y) : 0u;
+        q[2] = row ? load_u16(row + dims.z) : 0u;
+        q[3] = row ? load_u16(row + dims.w) : 0u;
+    }
+    DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int i) const {
+        const float up = s.query_scale[column_row<C>(i / 32 % C::TILES, (i & 31) >> 2)];
+        const float a0 = q_value<C>(p, q[0], 0), a1 = q_value<C>(p, q[1], 0);
+        const float b0 = q_value<C>(p, q[2], 0), b1 = q_value<C>(p, q[3], 0);
+        s.bias_query[i] = make_float4((a0 * nu.x + a1 * nu.y) * up, (a1 * nu.x - a0 * nu.y) * up,
+                                      (b0 * nu.z + b1 * nu.w) * up, (b1 * nu.z - b0 * nu.w) * up);
+    }
+};
 
 /* q . mean, one row a warp, from the last warp on: those have no rotation to do. Loaded first, added up when
  * there is time. */
@@ -89,14 +99,15 @@ template <class C> struct QueryMean {
     uint32_t q[C::D / 32];
     int mean[C::D / 32];
 
-    DEVICE void load(const DecodeParams &p, const Target &to, int row, int lane) {
-        const uint16_t *from = row < C::ROWS ? query_row<C>(p, to, row) : nullptr;
-        const bool any = from && p.k_mean;
+    DEVICE void load_constants(const DecodeParams &p, int head, int lane) {
 #pragma unroll
-        for (int i = 0; i < C::D / 32; i++) {
-            q[i] = any ? load_u16(from + 32 * i + lane) : 0u;
-            mean[i] = any ? load_int(reinterpret_cast<const int *>(p.k_mean) + to.head * C::D + 32 * i + lane) : 0;
-        }
+        for (int i = 0; i < C::D / 32; i++)
+            mean[i] = p.k_mean ? load_int(reinterpret_cast<const int *>(p.k_mean) + head * C::D + 32 * i + lane) : 0;
+    }
+    DEVICE void load_query(const DecodeParams &p, const Target &to, int row, int lane) {
+        const uint16_t *from = row < C::ROWS ? query_row<C>(p, to, row) : nullptr;
+#pragma unroll
+        for (int i = 0; i < C::D / 32; i++) q[i] = from ? load_u16(from + 32 * i + lane) : 0u;
     }
     DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int row, int lane) const {
         float sum = 0;
@@ -108,100 +119,119 @@ template <class C> struct QueryMean {
     }
 };
 
-/* Rotates the segment's queries into shared memory and gathers what the bias needs. Small loads wait long
- * behind tiles: so the first tile of each warp is asked for (first()) when they are under way, the others
- * (rest()) when they have arrived. */
-template <class C, int MODE, class F, class R>
-DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, int warp, int lane, F first_tile,
-                            R rest) {
-    constexpr int ROW_TILES = (C::ROWS + 7) / 8, CHUNK = C::STEPS < 8 ? C::STEPS : 8;
+template <int MODE> DEVICE bool has_bias(const DecodeParams &p) {
+    return MODE == MODE_BIAS_16 || MODE == MODE_BIAS || (MODE == MODE_BIAS_CAP && p.bias_steps > 0);
+}
+
+/* What a segment begins with, on its way from memory: constants of the head, then the queries. Small loads wait
+ * long behind tiles, so all of these are under way before the first tile is asked for. Every thread loads, those
+ * that have nothing to do too: a register that only some define would be taken for the whole kernel. */
+template <class C, int MODE> struct Opening {
+    static constexpr int ROW_TILES = (C::ROWS + 7) / 8, CHUNK = C::STEPS < 8 ? C::STEPS : 8;
+    uint4 high[CHUNK], low[CHUNK]; /* of the rotation: the warp's first 16 channels out, 16 CHUNK channels in */
+    RawQuery<C> raw[ROW_TILES];
+    QueryMean<C> mean;
+    BiasItem<C> item;
+
+    DEVICE void load_rotation(const DecodeParams &p, int head, int m, int first, int lane) {
+        const uint4 *u = p.k_rotation + ((static_cast<size_t>(head) * C::STEPS + m) * C::STEPS + first) * 64 + lane;
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++) {
+            high[k] = load_kept(u + k * 64);
+            low[k] = load_kept(u + k * 64 + 32);
+        }
+    }
+    DEVICE static int own_item() { return C::THREADS - 1 - thread_index(); } /* the last warps have least to do */
+    DEVICE static int own_item_below(const DecodeParams &p) { return min(own_item(), p.bias_steps * C::TILES * 32 - 1); }
+
+    DEVICE void load_constants(const DecodeParams &p, uint8_t *area, int head, int warp, int lane) {
+        if (has_bias<MODE>(p)) {
+            fetch_bias<C, MODE>(p, segment_data<C>(area, p.bias_steps), head);
+            item.load_constants(p, head, own_item_below(p));
+        }
+        load_rotation(p, head, min(warp, C::STEPS - 1), 0, lane);
+        mean.load_constants(p, head, lane);
+    }
+    DEVICE void load_queries(const DecodeParams &p, const Target &to, int warp, int lane) {
+#pragma unroll
+        for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
+        mean.load_query(p, to, C::WARPS - 1 - warp, lane);
+        if (has_bias<MODE>(p)) item.load_query(p, to, own_item_below(p));
+    }
+};
+
+/* Rotates the segment's queries into shared memory and gathers what the bias needs. */
+template <class C, int MODE>
+DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, Opening<C, MODE> &o, int warp, int lane) {
+    constexpr int ROW_TILES = Opening<C, MODE>::ROW_TILES, CHUNK = Opening<C, MODE>::CHUNK;
     constexpr int TURNS = (C::STEPS + C::WARPS - 1) / C::WARPS;
     const int g = lane >> 2, t = lane & 3;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
-    const bool has_bias = MODE == MODE_BIAS_16 || MODE == MODE_BIAS || (MODE == MODE_BIAS_CAP && p.bias_steps > 0);
-    if (has_bias) fetch_bias<C, MODE>(p, s, to.head);
-    RawQuery<C> raw[ROW_TILES];
-#pragma unroll
-    for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
-    QueryMean<C> query_mean;
-    query_mean.load(p, to, C::WARPS - 1 - warp, lane);
-    float4 item = make_float4(0, 0, 0, 0);
     float scale[ROW_TILES];
 #pragma unroll
+    for (int j = 0; j < ROW_TILES; j++) scale_query<C>(p, o.raw[j], scale[j]);
+#pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
-        const int m = min(warp + turn * C::WARPS, C::STEPS - 1);
-        const bool mine = warp + turn * C::WARPS < C::STEPS;
-        const uint4 *u = p.k_rotation + (static_cast<size_t>(to.head) * C::STEPS + m) * C::STEPS * 64 + lane;
+        const int m = warp + turn * C::WARPS;
+        if (m >= C::STEPS) continue;
         float c[ROW_TILES][4], d[ROW_TILES][4]; /* of high and low halves: two chains */
 #pragma unroll
         for (int j = 0; j < ROW_TILES; j++)
             c[j][0] = c[j][1] = c[j][2] = c[j][3] = d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
-        if (mine) {
 #pragma unroll
-            for (int first = 0; first < C::STEPS; first += CHUNK) {
-                uint4 high[CHUNK], low[CHUNK];
+        for (int first = 0; first < C::STEPS; first += CHUNK) {
+            if (turn > 0 || first > 0) o.load_rotation(p, to.head, m, first, lane);
 #pragma unroll
-                for (int k = 0; k < CHUNK; k++) {
-                    high[k] = load_kept(u + (first + k) * 64);
-                    low[k] = load_kept(u + (first + k) * 64 + 32);
+            for (int k = 0; k < CHUNK; k++)
+#pragma unroll
+                for (int j = 0; j < ROW_TILES; j++) {
+                    const uint4 x = o.raw[j].x[(first + k) / 2];
+                    const uint32_t b0 = k & 1 ? x.z : x.x, b1 = k & 1 ? x.w : x.y;
+                    mma_f16(c[j], o.high[k].x, o.high[k].y, o.high[k].z, o.high[k].w, b0, b1);
+                    mma_f16(d[j], o.low[k].x, o.low[k].y, o.low[k].z, o.low[k].w, b0, b1);
                 }
-                if (turn == 0 && first == 0) {
-                    first_tile();
+        }
 #pragma unroll
-                    for (int j = 0; j < ROW_TILES; j++) scale_query<C>(p, raw[j], scale[j]);
-                }
+        for (int j = 0; j < ROW_TILES; j++)
 #pragma unroll
-                for (int k = 0; k < CHUNK; k++)
+            for (int k = 0; k < 4; k++) c[j][k] += d[j][k];
 #pragma unroll
-                    for (int j = 0; j < ROW_TILES; j++) {
-                        const uint4 x = raw[j].x[(first + k) / 2];
-                        const uint32_t b0 = k & 1 ? x.z : x.x, b1 = k & 1 ? x.w : x.y;
-                        mma_f16(c[j], high[k].x, high[k].y, high[k].z, high[k].w, b0, b1);
-                        mma_f16(d[j], low[k].x, low[k].y, low[k].z, low[k].w, b0, b1);
-                    }
+        for (int j = 0; j < ROW_TILES; j++) {
+            const int row = 8 * j + 2 * t;
+            float *q = s.query + row * C::QUERY_STRIDE + 16 * m + g;
+            if (row < C::ROWS) { /* rows are a multiple of four */
+                q[0] = c[j][0];
+                q[8] = c[j][2];
+                q[C::QUERY_STRIDE] = c[j][1];
+                q[C::QUERY_STRIDE + 8] = c[j][3];
+                put_query<C>(s.fragments, m, g, row, c[j][0], c[j][2]);
+                put_query<C>(s.fragments, m, g, row + 1, c[j][1], c[j][3]);
             }
-#pragma unroll
-            for (int j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                for (int k = 0; k < 4; k++) c[j][k] += d[j][k];
-#pragma unroll
-            for (int j = 0; j < ROW_TILES; j++) {
-                const int row = 8 * j + 2 * t;
-                float *q = s.query + row * C::QUERY_STRIDE + 16 * m + g;
-                if (row < C::ROWS) { /* rows are a multiple of four */
-                    q[0] = c[j][0];
-                    q[8] = c[j][2];
-                    q[C::QUERY_STRIDE] = c[j][1];
-                    q[C::QUERY_STRIDE + 8] = c[j][3];
-                    put_query<C>(s.fragments, m, g, row, c[j][0], c[j][2]);
-                    put_query<C>(s.fragments, m, g, row + 1, c[j][1], c[j][3]);
-                }
-                if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS)
-                    s.query_scale[8 * j + g] = scale[j];
-            }
-        } else if (turn == 0) {
-            first_tile();
+            if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS) s.query_scale[8 * j + g] = scale[j];
         }
     }
-    query_mean.put(p, s, C::WARPS - 1 - warp, lane);
+    o.mean.put(p, s, C::WARPS - 1 - warp, lane);
 #pragma unroll 1
     for (int row = 2 * C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
-        query_mean.load(p, to, row, lane);
-        query_mean.put(p, s, row, lane);
+        o.mean.load_query(p, to, row, lane);
+        o.mean.put(p, s, row, lane);
     }
-    if (has_bias) {
-        /* From the last thread on: the last warps come here first. */
-        const int n_items = p.bias_steps * C::TILES * 32, own = C::THREADS - 1 - thread_index();
-        if (own < n_items) item = bias_item<C>(p, to, own);
+    if (has_bias<MODE>(p)) {
+        const int n_items = p.bias_steps * C::TILES * 32;
         if (thread_index() == 0) *s.bias_unit = __ldg(p.bias_units + to.head);
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads(); /* the scales */
-        for (int i = own; i < n_items; i += C::THREADS) put_bias_item<C>(s, i, i == own ? item : bias_item<C>(p, to, i));
+        for (int i = o.own_item(); i < n_items; i += C::THREADS) {
+            if (i >= C::THREADS) {
+                o.item.load_constants(p, to.head, i);
+                o.item.load_query(p, to, i);
+            }
+            o.item.put(p, s, i);
+        }
     } else if (MODE == MODE_BIAS_CAP && thread_index() == 0) {
         *s.bias_unit = 0;
     }
     __syncthreads();
-    rest();
 }
 
 template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &at) {
@@ -213,18 +243,23 @@ template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &a
     return to;
 }
 
+/* The segment of this CTA's first item if all sequences are of one length, which makes it independent of that. */
+template <class C> DEVICE Target guess_target(const DecodeParams &p) {
+    const int parts = p.n_kv_heads * p.row_tiles;
+    const int segment = static_cast<int>(blockIdx.x * static_cast<uint32_t>(p.n_seqs * parts) / gridDim.x);
+    Place at = {segment / parts, segment % parts, 0, 0};
+    return target_of<C>(p, at);
+}
+
 template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
-template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps, int n_ctas) {
-    int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 36 + C::TILES * C::STEPS * 64) * 4;
-    int merge = Merge<C>::BYTES;
-    int finish = finish_bytes<C>(n_ctas);
-    int most = segment > merge ? segment : merge;
-    return ((most > finish ? most : finish) + 127) / 128 * 128;
+template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps) {
+    const int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 36 + C::TILES * C::STEPS * 64) * 4;
+    return ((segment > Merge<C>::BYTES ? segment : Merge<C>::BYTES) + 127) / 128 * 128;
 }
-template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps, int n_ctas) {
-    return ring_bytes<C>() + area_bytes<C>(bias_steps, n_ctas) + C::WARPS * C::STAGES * 8 + 128;
+template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps) {
+    return ring_bytes<C>() + area_bytes<C>(bias_steps) + C::WARPS * C::STAGES * 8 + 128;
 }
 
 /* Source of the item `first + lane` of a warp. */
@@ -255,8 +290,7 @@ template <class C> struct Feeder {
         }
     }
 
-
-    /* At the start: the first stage, then the others. */
+    /* At the start: the first stage of all warps, since work begins with those, then the others. */
     DEVICE void fill_first(const DecodeParams &p, int lane) {
 #if HAVE_BULK_COPY
         if (lane == 0 && n_items > 0) copy(p, 0, now, true, lane);
@@ -347,27 +381,22 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
-    /* Asked for now, so that it is there when the output is written; a thread writes one channel only. */
-    const float own_mean =
-        p.v_mean_rotated ? __ldg(p.v_mean_rotated + to.head * C::D + thread_index() % C::D) : 0.0f;
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
     __syncthreads();
-    weigh_warps<C>(merge_tables<C>(area), warp, lane);
-    __syncthreads();
     if (base >= ctl.start && end <= ctl.end) {
-        finish_alone<C>(p, area, to, own_mean);
+        finish_alone<C>(p, area, to);
         return;
     }
     const int segment = ctl.place.seq * p.n_kv_heads * p.row_tiles + ctl.place.part;
     const int first = cta_of(base, ctl.total), n = cta_of(end - 1, ctl.total) - first + 1;
     if (leave_partial<C>(p, area, ctl.start >= base ? 0 : 1, segment, n, &ctl.last_flag))
-        finish_partials<C>(p, area, to, own_mean, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
+        finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
 }
 
 template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int area_size = area_bytes<C>(MODE == MODE_PLAIN ? 0 : p.bias_steps, DECODE_MAX_CTAS);
+    const int area_size = area_bytes<C>(MODE == MODE_PLAIN ? 0 : p.bias_steps);
     uint8_t *area = shared + ring_bytes<C>();
     uint8_t *barriers = area + area_size;
     Control &ctl = *reinterpret_cast<Control *>(barriers + C::WARPS * C::STAGES * 8);
@@ -376,8 +405,21 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     Feeder<C> feeder;
     feeder.ring.data = shared_address(stages);
     feeder.ring.barriers = shared_address(barriers) + warp * C::STAGES * 8;
+    feeder.ring.init(lane);
+    /* Constants of the head that this CTA will have if all sequences are of one length, while the kernel before
+     * this one ends; lengths and what follows from them when it has. */
+    Target to = guess_target<C>(p);
+    Opening<C, MODE> opening;
+    opening.load_constants(p, area, to.head, warp, lane);
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    opening.load_queries(p, to, warp, lane);
     const Share share = share_of(p, lane);
-    if (share.start >= share.end) return; /* fewer items than CTAs */
+    if (share.start >= share.end) { /* fewer items than CTAs */
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        return;
+    }
+    const Target real = target_of<C>(p, share.place);
     const Items items = items_of(p, share.place.length);
     if (threadIdx.x == 0) {
         ctl.start = share.start;
@@ -389,10 +431,18 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
     feeder.issued = C::STAGES;
     feeder.later = 0;
-    feeder.ring.init(lane);
     feeder.now = look_up<C>(p, share.start, share.end, share.place, items, 0, warp, lane);
-    prepare_segment<C, MODE>(p, area, target_of<C>(p, share.place), warp, lane,
-                             [&] { feeder.fill_first(p, lane); }, [&] { feeder.fill_rest(p, lane); });
+    if (real.seq != to.seq || real.head != to.head || real.first_row != to.first_row) {
+        if (has_bias<MODE>(p)) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncthreads(); /* everybody's copies of the wrong head have ended */
+        }
+        opening.load_constants(p, area, real.head, warp, lane);
+        opening.load_queries(p, real, warp, lane);
+    }
+    feeder.fill_first(p, lane);
+    prepare_segment<C, MODE>(p, area, real, opening, warp, lane);
+    feeder.fill_rest(p, lane);
     if (feeder.n_items > 32)
         feeder.later = look_up_ahead<C>(p, ctl, 32);
     Rows<C> rows;
@@ -410,7 +460,10 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
             ctl.items = items_of(p, place.length);
         }
         __syncthreads();
-        prepare_segment<C, MODE>(p, area, target_of<C>(p, ctl.place), warp, lane, [] {}, [] {});
+        to = target_of<C>(p, ctl.place);
+        opening.load_constants(p, area, to.head, warp, lane);
+        opening.load_queries(p, to, warp, lane);
+        prepare_segment<C, MODE>(p, area, to, opening, warp, lane);
     }
 }
 

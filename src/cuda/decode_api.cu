@@ -7,7 +7,7 @@
 
 static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
-    const DecodeNeeds needs = {rows, layer->bulk, capped, layer->bits_k > 2 || layer->bits_v > 2, layer->bias_steps};
+    const DecodeNeeds needs = {rows, layer->bulk, layer->wgmma, capped, layer->bits_k > 2 || layer->bits_v > 2, layer->bias_steps};
     bool ok = false;
     switch (layer->head_dim) {
     case 64: ok = (needs.high ? decode_plan_high_d64 : decode_plan_d64)(plan, &needs); break;
@@ -112,17 +112,6 @@ static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_de
     return p;
 }
 
-static oscar_status launch(const DecodePlan *plan, dim3 grid, const DecodeParams &p, oscar_cuda_stream stream, const char *what,
-                           oscar_error *error) {
-    const oscar_status status =
-        cuda_check(cudaFuncSetAttribute(reinterpret_cast<const void *>(plan->kernel),
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, (int)plan->shared_bytes),
-                   what, error);
-    if (status != OSCAR_OK) return status;
-    plan->kernel<<<grid, plan->n_threads, plan->shared_bytes, (cudaStream_t)stream>>>(p);
-    return cuda_check(cudaGetLastError(), what, error);
-}
-
 oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a,
                                oscar_cuda_stream stream, oscar_error *error) {
     if (a->struct_size != sizeof *a)
@@ -145,7 +134,9 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     if (items * plan.n_ctas >= 4294967296.0)
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
                               a->table_stride);
-    return launch(&plan, dim3(plan.n_ctas), params_of(layer, a, plan.row_tiles), stream, "decode launch", error);
+    DecodeParams params = params_of(layer, a, plan.row_tiles);
+    const LayerLaunch launch = {dim3(plan.n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
+    return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &params, stream, "decode launch", error);
 }
 
 oscar_status oscar_cuda_prefill(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a, oscar_cuda_stream stream,
@@ -159,7 +150,7 @@ oscar_status oscar_cuda_prefill(const oscar_cuda_layer *layer, const oscar_cuda_
     if (layer->ring < layer->recent + a->n_q_tokens - 1)
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "ring is %d, expected at least recent + n_q_tokens - 1 = %d",
                               layer->ring, layer->recent + a->n_q_tokens - 1);
-    const DecodeNeeds needs = {gqa * a->n_q_tokens, layer->bulk, a->logit_softcap > 0, layer->bits_k > 2 || layer->bits_v > 2,
+    const DecodeNeeds needs = {gqa * a->n_q_tokens, layer->bulk, layer->wgmma, a->logit_softcap > 0, layer->bits_k > 2 || layer->bits_v > 2,
                                layer->bias_steps};
     DecodePlan plan;
     const size_t most = (size_t)layer->shared_max;
@@ -171,6 +162,7 @@ oscar_status oscar_cuda_prefill(const oscar_cuda_layer *layer, const oscar_cuda_
                               layer->head_dim, layer->n_tracked, layer->shared_max);
     const oscar_status status = check_args(layer, a, error);
     if (status != OSCAR_OK) return status;
-    return launch(&plan, dim3(plan.row_tiles, layer->n_kv_heads, a->n_seqs), params_of(layer, a, 1), stream, "prefill launch",
-                  error);
+    DecodeParams params = params_of(layer, a, 1);
+    const LayerLaunch launch = {dim3(plan.row_tiles, layer->n_kv_heads, a->n_seqs), plan.n_threads, plan.shared_bytes, false};
+    return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &params, stream, "prefill launch", error);
 }

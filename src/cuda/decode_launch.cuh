@@ -14,7 +14,7 @@ template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds 
     plan->tile_rows = C::ROWS;
     plan->row_tiles = (needs->rows + C::ROWS - 1) / C::ROWS;
     plan->n_ctas = 0;
-    plan->shared_bytes = shared_bytes<C>(needs->bias_steps, DECODE_MAX_CTAS);
+    plan->shared_bytes = shared_bytes<C>(needs->bias_steps);
     plan->n_threads = C::THREADS;
     plan->kernel = decode_kernel<C, MODE>;
     return true;

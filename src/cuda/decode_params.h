@@ -67,6 +67,7 @@ typedef struct DecodePlan {
 typedef struct DecodeNeeds {
     int rows;
     bool bulk;   /* the device has bulk copies (compute capability 9.0 and later) */
+    bool wgmma;  /* the device has products of warpgroups (compute capability 9.0 alone) */
     bool capped; /* a soft cap */
     bool high;   /* keys or values of more than 2 bits */
     int bias_steps; /* 8 tracked pairs each */
@@ -84,5 +85,7 @@ bool decode_plan_high_d256(DecodePlan *plan, const DecodeNeeds *needs);
 bool prefill_plan_d64(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
 bool prefill_plan_d128(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
 bool prefill_plan_d256(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
+/* head_dim 128 on warpgroups' products. */
+bool prefill_plan_wgmma(DecodePlan *plan, const DecodeNeeds *needs, size_t shared_max);
 
 #endif

@@ -126,6 +126,13 @@ DEVICE void load_shared(uint32_t (&r)[4], uint32_t address) {
                  : "r"(address));
 }
 
+DEVICE void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void store_shared(uint32_t address, uint32_t a) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
 DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v) {
     uint32_t old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -134,6 +141,49 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t v) {
                  : "memory");
     return old;
 }
+
+/* Programmatic dependent launch: the next kernel may take multiprocessors that this one leaves; what this one does
+ * after the wait sees all that the kernel before it wrote. */
+DEVICE void let_next_kernel_start() {
+#if HAVE_BULK_COPY
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_kernel_before() {
+#if HAVE_BULK_COPY
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if HAVE_BULK_COPY
+/* Barriers in shared memory, 8 bytes each. */
+DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "WAIT_%=:\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+                 "@p bra DONE_%=;\n\t"
+                 "bra WAIT_%=;\n\t"
+                 "DONE_%=:\n\t}" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
+}
+/* One thread: arrives at the barrier and copies a tile, which is read once: it goes first from the cache. */
+DEVICE void bulk_copy(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    uint64_t policy;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+#endif
 
 /* A warp's ring of stages in shared memory. */
 template <int STAGES, int STAGE_BYTES> struct Ring {
@@ -147,8 +197,7 @@ template <int STAGES, int STAGE_BYTES> struct Ring {
         phase = 0;
 #if HAVE_BULK_COPY
         if (lane < STAGES) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * lane)
-                         : "memory");
+            barrier_init(barriers + 8 * lane, 1);
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
         __syncwarp();
@@ -160,15 +209,7 @@ template <int STAGES, int STAGE_BYTES> struct Ring {
     DEVICE void copy(int to, const void *from, int bytes, int lane) {
         const uint32_t destination = data + to * STAGE_BYTES;
 #if HAVE_BULK_COPY
-        const uint32_t barrier = barriers + 8 * to;
-        uint64_t policy;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                     : "memory");
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
-                     "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-                     : "memory");
+        bulk_copy(destination, from, bytes, barriers + 8 * to);
 #else
         for (int i = 16 * lane; i < bytes; i += 512)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination + i),
@@ -208,14 +249,7 @@ template <int STAGES, int STAGE_BYTES> struct Ring {
 
     DEVICE void wait() {
 #if HAVE_BULK_COPY
-        asm volatile("{\n\t.reg .pred p;\n\t"
-                     "WAIT_%=:\n\t"
-                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
-                     "@p bra DONE_%=;\n\t"
-                     "bra WAIT_%=;\n\t"
-                     "DONE_%=:\n\t}" ::"r"(barriers + 8 * stage),
-                     "r"(phase)
-                     : "memory");
+        barrier_wait(barriers + 8 * stage, phase);
 #else
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
         __syncwarp();

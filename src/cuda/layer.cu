@@ -43,6 +43,25 @@ oscar_status layer_upload(void **out, const void *data, size_t bytes, const char
     return cuda_check(cudaMemcpy(*out, data, bytes, cudaMemcpyHostToDevice), what, error);
 }
 
+oscar_status layer_launch(const void *kernel, const LayerLaunch *launch, void *params, oscar_cuda_stream stream,
+                          const char *what, oscar_error *error) {
+    const oscar_status status = cuda_check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)launch->shared_bytes), what, error);
+    if (status != OSCAR_OK) return status;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = launch->grid;
+    config.blockDim = dim3(launch->n_threads);
+    config.dynamicSmemBytes = launch->shared_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &attribute;
+    config.numAttrs = launch->overlap ? 1 : 0;
+    void *arguments[] = {params};
+    return cuda_check(cudaLaunchKernelExC(&config, kernel, arguments), what, error);
+}
+
 size_t oscar_cuda_tile_bytes(int32_t head_dim, int32_t bits_k, int32_t bits_v) {
     if (head_dim != 64 && head_dim != 128 && head_dim != 256) return 0;
     if (bits_k < 2 || bits_k > 4 || bits_v < 2 || bits_v > 4) return 0;
@@ -239,6 +258,7 @@ oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_la
     layer->clip_v = o->clip_v;
     layer->device = device;
     layer->bulk = major >= 9;
+    layer->wgmma = major == 9;
     cudaDeviceGetAttribute(&layer->n_multiprocessors, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&layer->shared_max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     status = upload_rotations(layer, o, error);

@@ -14,7 +14,8 @@ struct oscar_cuda_layer {
     int32_t recipe, ldlq_k, gain_k, gain_v;
     float clip_k, clip_v;
     int32_t device, n_multiprocessors, shared_max;
-    bool bulk; /* compute capability 9.0 or later */
+    bool bulk;  /* compute capability 9.0 or later */
+    bool wgmma; /* 9.0 */
     int32_t n_tracked, bias_steps, bias_split_steps;
     /* For decode: see DecodeParams. */
     void *k_rotation_fragments;
@@ -31,6 +32,17 @@ oscar_status cuda_error_set(oscar_error *error, oscar_status status, const char 
     __attribute__((format(printf, 3, 4)));
 /* OSCAR_OK, or what a CUDA call said. */
 oscar_status cuda_check(cudaError_t code, const char *what, oscar_error *error);
+
+/* overlap: the kernel waits for the one before itself, and may start while that ends (bulk devices only). */
+typedef struct LayerLaunch {
+    dim3 grid;
+    int n_threads;
+    size_t shared_bytes;
+    bool overlap;
+} LayerLaunch;
+/* Launches a kernel that takes one struct. */
+oscar_status layer_launch(const void *kernel, const LayerLaunch *launch, void *params, oscar_cuda_stream stream,
+                          const char *what, oscar_error *error);
 
 /* Fragments of the tracked mean's table; layer_bias.cu. */
 oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *options,

@@ -2,6 +2,8 @@
  * test_decode.cu - decode attention on the GPU against float64, on the same codes.
  *
  * Exit status 77 without a GPU. OSCAR_CUDA_TEST_QUICK=1 keeps to a few small cases, for sanitizers.
+ *
+ *   test_decode [HEAD_DIM [PART]]   PART: one of the names in main()
  */
 #include <cuda_runtime.h>
 
@@ -222,6 +224,27 @@ static void test_features(int d) {
     printf("d %d features: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
+/* One sequence: CTAs share segments evenly (8 heads) or not (3). */
+static void test_one_sequence(int d) {
+    const int lengths[] = {1, 2, 63, 65, 129, 320, 321, 700, 1999, 5000, 0};
+    for (int k = 0; k < 22; k++) {
+        Problem p = make(d, 1 + (k * 5 + 3) % 16, {lengths[k % 11]});
+        p.n_kv_heads = k % 3 == 2 ? 3 : 8;
+        p.n_q_tokens = k % 11 == 7 ? 4 : k % 11 == 9 ? 2 : 1;
+        p.n_tracked = k % 4 == 1 ? 16 : k % 4 == 3 ? d / 2 : 0;
+        p.bias_size = 2;
+        p.softcap = k % 5 == 4 ? 20.0f : 0.0f;
+        p.sink_logits = k & 1;
+        p.window = k % 7 == 6 ? 300 : 0;
+        p.out_rotated = k % 2;
+        p.means = k % 6 != 5;
+        p.bits_k = k == 13 ? 4 : k == 18 ? 3 : 2;
+        p.bits_v = k == 13 ? 3 : k == 19 ? 4 : 2;
+        run_case("one sequence", p, 1e-3, false);
+    }
+    printf("d %d one sequence: %d cases, %d failures\n", d, n_cases, n_failures);
+}
+
 /* Planes of a third and fourth bit, on either side. */
 static void test_bits(int d) {
     const int groups[] = {4, 8, 1, 12};
@@ -267,10 +290,27 @@ static void test_prefill(int d) {
         p.bits_v = k == 10 ? 3 : k == 9 ? 4 : 2;
         run_case("prefill", p, 1e-3, false, true);
     }
-    Problem p = make(d, 4, {3000});
-    p.n_q_tokens = 256;
-    p.ring = 512;
-    run_case("prefill", p, 1e-3, true, true);
+    for (int tracked : {0, 16}) {
+        Problem p = make(d, 4, {3000});
+        p.n_q_tokens = 256;
+        p.ring = 512;
+        p.n_tracked = tracked;
+        p.bias_size = 2;
+        run_case("prefill", p, 1e-3, true, true);
+    }
+    for (int slow = 0; slow < 2; slow++) { /* |b| of 1,000: see test_large_bias() */
+        Problem p = make(d, 8, {20000});
+        p.n_kv_heads = 1;
+        p.n_q_tokens = 20;
+        p.ring = 512;
+        p.n_tracked = 16;
+        p.bias_size = 250;
+        p.slow_pairs = slow;
+        p.q_size = 0.3;
+        p.means = false;
+        p.logit_scale = 0.05f;
+        run_case("prefill, bias of 1,000", p, 5e-4, true, true);
+    }
     printf("d %d prefill: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
@@ -292,14 +332,16 @@ static void test_large_bias(int d) {
             }
 }
 
-static void test_long(int d, int gqa) {
-    for (int tracked : {0, 16}) {
-        Problem p = make(d, gqa, {99983});
-        p.n_kv_heads = 2;
-        p.n_tracked = tracked;
-        p.bias_size = 5;
-        run_case("long", p, 1e-3, true);
-    }
+static void test_long(int d) {
+    if (d != 128) return;
+    for (int gqa : {4, 8, 12})
+        for (int tracked : {0, 16}) {
+            Problem p = make(d, gqa, {99983});
+            p.n_kv_heads = 2;
+            p.n_tracked = tracked;
+            p.bias_size = 5;
+            run_case("long", p, 1e-3, true);
+        }
 }
 
 /* One captured graph serves growing sequences. */
@@ -359,6 +401,12 @@ int main(int argc, char **argv) {
                 p.bias_size = 2;
                 run_case("quick", p, 1e-3, true);
             }
+            for (int back = 0; back < 2; back++) {
+                Problem one = make(d, 4, {450});
+                one.n_kv_heads = 8;
+                one.out_rotated = !back;
+                run_case("quick, one sequence", one, 1e-3, true);
+            }
             Problem p = make(d, 4, {450, 70});
             p.n_kv_heads = 1;
             p.bits_k = 4;
@@ -372,15 +420,14 @@ int main(int argc, char **argv) {
             run_case("quick prefill", c, 1e-3, true, true);
             continue;
         }
-        test_edges(d);
-        test_groups(d);
-        test_features(d);
-        test_bits(d);
-        test_prefill(d);
-        test_graph(d);
-        test_large_bias(d);
-        if (d == 128)
-            for (int gqa : {4, 8, 12}) test_long(d, gqa);
+        const struct {
+            const char *name;
+            void (*run)(int);
+        } parts[] = {{"edges", test_edges}, {"groups", test_groups},   {"features", test_features}, {"one", test_one_sequence},
+                     {"bits", test_bits},   {"prefill", test_prefill}, {"graph", test_graph},       {"bias", test_large_bias},
+                     {"long", test_long}};
+        for (const auto &part : parts)
+            if (argc < 3 || !strcmp(argv[2], part.name)) part.run(d);
     }
     printf("%d cases, %d failures\n", n_cases, n_failures);
     return n_failures != 0;
