@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include <cmocka.h>
 
@@ -21,6 +22,13 @@ void print_error(const char *const format, ...) {
     va_list args;
     va_start(args, format);
     vfprintf(stderr, format, args);
+    va_end(args);
+}
+
+void print_message(const char *const format, ...) {
+    va_list args;
+    va_start(args, format);
+    vprintf(format, args);
     va_end(args);
 }
 
@@ -83,17 +91,36 @@ void _assert_memory_equal(const void *const a, const void *const b, const size_t
     fail_at(file, line);
 }
 
-/* A function of its own: after longjmp() only what setjmp() returned is to be trusted. */
-static int run_one(const struct CMUnitTest *test) {
-    void *state = test->initial_state;
+void _assert_memory_not_equal(const void *const a, const void *const b, const size_t size, const char *const file, const int line) {
+    if (memcmp(a, b, size) != 0) return;
+    fprintf(stderr, "%zu equal bytes\n", size);
+    fail_at(file, line);
+}
+
+void _assert_in_range(const LargestIntegralType value, const LargestIntegralType minimum, const LargestIntegralType maximum,
+                      const char *const file, const int line) {
+    if (value >= minimum && value <= maximum) return;
+    fprintf(stderr, "%llu is not in %llu .. %llu\n", (unsigned long long)value, (unsigned long long)minimum,
+            (unsigned long long)maximum);
+    fail_at(file, line);
+}
+
+/* A function of its own: after longjmp() only what setjmp() returned is to be trusted. A setup or
+ * teardown that fails is a failure of the test. */
+static int run_part(CMUnitTestFunction test, CMFixtureFunction fixture, void **state) {
     int verdict = setjmp(test_end);
     if (verdict != PASSED) return verdict;
-    if (test->setup_func || test->teardown_func) {
-        fprintf(stderr, "fixtures are not supported\n");
-        return FAILED;
-    }
-    test->test_func(&state);
+    if (fixture) return fixture(state) == 0 ? PASSED : FAILED;
+    if (test) test(state);
     return PASSED;
+}
+
+static int run_one(const struct CMUnitTest *test) {
+    void *state = test->initial_state;
+    int verdict = run_part(NULL, test->setup_func, &state);
+    if (verdict == PASSED) verdict = run_part(test->test_func, NULL, &state);
+    int after = run_part(NULL, test->teardown_func, &state);
+    return after == PASSED ? verdict : after;
 }
 
 int _cmocka_run_group_tests(const char *group_name, const struct CMUnitTest *const tests, const size_t num_tests,
@@ -101,14 +128,15 @@ int _cmocka_run_group_tests(const char *group_name, const struct CMUnitTest *con
     static const char *const verdicts[] = {"OK", "FAILED", "SKIPPED"};
     int n_failed = 0;
     if (group_setup || group_teardown) {
-        fprintf(stderr, "fixtures are not supported\n");
+        fprintf(stderr, "fixtures of a group are not supported\n");
         return 1;
     }
     printf("%s: %zu tests\n", group_name, num_tests);
     for (size_t i = 0; i < num_tests; i++) {
+        clock_t start = clock();
         int verdict = run_one(&tests[i]);
         n_failed += verdict == FAILED;
-        printf("%s: %s\n", tests[i].name, verdicts[verdict]);
+        printf("%s: %s, %.1f s\n", tests[i].name, verdicts[verdict], (double)(clock() - start) / CLOCKS_PER_SEC);
         fflush(stdout);
     }
     return n_failed;
