@@ -26,7 +26,7 @@ help:
 	@echo 'make check-asan the same under AddressSanitizer and UBSan'
 	@echo 'make check-tsan the tests of the core under ThreadSanitizer'
 	@echo 'make soak       a server under 16 clients for SOAK_SECONDS (1800)'
-	@echo 'make deps       install the Debian packages that are missing'
+	@echo 'make deps       install the Debian packages that are missing; CROSS=1: and a cross compiler for a test'
 	@echo 'make llama      build llama.cpp into the cache folder (once)'
 	@echo 'make install    install to PREFIX (default /usr/local)'
 	@echo 'make clean      remove the build folders; the cache folder stays'
