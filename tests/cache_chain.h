@@ -189,11 +189,13 @@ static inline uint64_t held_overlay(const oscar_cache *cache, int32_t seq, int p
     return hash;
 }
 
-/* Every row of the sequence is the chain's; every BF16 row that a query can see is there. */
+/* Every row of the sequence is the chain's, its codes too once it has some; every BF16 row that a query can
+ * see is there. */
 static inline void chain_check(const oscar_cache *cache, int32_t seq, const chain *c) {
     const cache_seq *s = &cache->seqs[seq];
     HOLDS(s->length == c->n);
-    for (int i = 0; i < c->n; i++) HOLDS(held_history(cache, seq, i) == c->history[i]);
+    HOLDS(s->n_pending < CODEC_LANES && s->n_pending <= s->length);
+    for (int i = 0; i < s->length - s->n_pending; i++) HOLDS(held_history(cache, seq, i) == c->history[i]);
     for (int b = 0; (b + 1) * 64 <= c->n; b++)
         if (cache->history.kept[s->history[b]]) HOLDS((b + 1) * 64 <= c->known && (b + 1) * 64 <= c->pure);
     if (!cache->has_overlay) return;

@@ -114,7 +114,7 @@ static inline void model_seen_row(const rotations_layer *l, int side, int head, 
     for (int i = 0; i < d; i++) residual[i] = (float)((double)row[i] - mean[i]);
     const float *u = side == 0 ? l->k_rotation : l->v_rotation;
     row_codec codec = {.head_dim = d, .group = codec_group(d), .bits = side == 0 ? l->bits_k : l->bits_v,
-                       .recipe = l->recipe, .clip = side == 0 ? l->clip_k : l->clip_v};
+                       .bf16 = true, .recipe = l->recipe, .clip = side == 0 ? l->clip_k : l->clip_v};
     codec.rotation = u ? u + (size_t)head * (size_t)d * (size_t)d : NULL;
     codec.ldlq = side == 0 && l->ldlq_k;
     codec.gain = side == 0 ? l->gain_k : l->gain_v;

@@ -202,6 +202,34 @@ static void rows_are_independent(void **state) {
     }
 }
 
+/* Rows turned now and quantised later, from what an overlay holds of them, any number at a time. */
+static void later_is_the_same(void **state) {
+    (void)state;
+    uint64_t rng = rng_seed("later_is_the_same", 31);
+    fixture f = fixture_make(&rng, 64, 2, true, true);
+    f.codec.ldlq = f.codec.gain = f.codec.bf16 = true;
+    f.x[3 * 64 + 5] = NAN;
+    f.x[4 * 64 + 6] = 3e38f; /* finite, but turned and rounded perhaps not */
+    for (int p = 0; p < n_paths; p++) {
+        static result now, turned, later;
+        run(paths[p], &f.codec, CODEC_LANES, f.x, &now);
+        assert_true(now.bad >> 3 & 1);
+        for (int i = 0; i < CODEC_LANES * 64; i++) assert_true(now.y[i] == bf16_to_float(bf16_from_float(now.y[i])));
+        for (int n = 1; n <= CODEC_LANES; n += 5)
+            for (int row = 0; row + n <= CODEC_LANES; row += n) {
+                uint32_t bad = paths[p]->quantize_rows(&f.codec, n, f.x + row * 64, 64, turned.y + row * 64, NULL, NULL);
+                assert_int_equal(bad, now.bad >> row & ((1u << n) - 1));
+                row_codec still = f.codec;
+                still.rotation = NULL;
+                assert_memory_equal(turned.y + row * 64, now.y + row * 64, (size_t)n * 64 * sizeof(float));
+                run(paths[p], &still, n, turned.y + row * 64, &later);
+                assert_memory_equal(later.codes, now.codes + row * 64, (size_t)n * 64);
+                assert_memory_equal(later.params, now.params + row * 2, (size_t)n * 4);
+            }
+    }
+    fixture_free(&f);
+}
+
 static void dispatch(void **state) {
     (void)state;
     uint64_t rng = rng_seed("dispatch", 23);
@@ -837,6 +865,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(paths_are_bit_equal),
         cmocka_unit_test(rows_are_independent),
+        cmocka_unit_test(later_is_the_same),
         cmocka_unit_test(dispatch),
         cmocka_unit_test(agrees_with_float64),
         cmocka_unit_test(zoo_recipe),

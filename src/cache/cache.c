@@ -177,6 +177,7 @@ static bool layer_codecs(const oscar_cache_options *o, cache_layer *layer, bool 
         k.bits = bits_k;
         v.bits = bits_v;
         if (fit && !kivi) {
+            k.bf16 = v.bf16 = true;
             k.recipe = v.recipe = fit->recipe;
             k.clip = fit->clip_k;
             v.clip = fit->clip_v;

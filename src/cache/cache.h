@@ -78,6 +78,7 @@ typedef struct page_index {
 typedef struct cache_seq {
     int64_t length;
     int64_t n_reserved; /* tokens past length that have history pages */
+    int64_t n_pending;  /* last rows that have no codes yet, BF16 rows alone: see step.c */
     int64_t recent_low; /* overlay rows are valid from here on, and below the sink */
     int64_t known_end;  /* token ids are known of [0, known_end), past `length` while appending */
     int64_t pure_end;   /* tokens from here on saw fewer BF16 rows than the contract says */
@@ -269,11 +270,21 @@ int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *seq);
 int32_t step_short_rows(int32_t group);
 /* The parts of a step, see step.c. */
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
-void step_store_phase(oscar_cache *cache);
+void step_store_phase(oscar_cache *cache, thread_scratch *scratch);
 void step_kivi_phase(oscar_cache *cache);
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
 /* The scratch of a thread for a layer. */
 thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
+
+/* Gives the pending rows of a sequence their codes, which does not change what anybody sees: for who reads
+ * pages that are not full. No step may be in flight. */
+void cache_settle_codes(const oscar_cache *cache, int32_t seq);
+/* Whether rows wait for others before they get codes: no query may see them quantised meanwhile. */
+static inline bool cache_codes_wait(const oscar_cache *cache) {
+    return !cache_is_exact(cache) && cache->options.recent >= CODEC_LANES;
+}
+/* Rows below this have codes when the sequence is `length` long, more after a rollback. */
+static inline int64_t cache_coded(int64_t length) { return length / CODEC_LANES * CODEC_LANES; }
 
 /* Positions of page b that the query at t sees in BF16 and in the history. */
 void cache_masks(const oscar_cache *cache, const cache_seq *seq, int32_t window, int32_t b,

@@ -289,6 +289,7 @@ oscar_status oscar_seq_save(const oscar_cache *cache, int32_t seq, void *out, si
     if (out_bytes < need)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "out holds %zu bytes, %zu are needed", out_bytes, need);
     const cache_seq *s = &cache->seqs[seq];
+    cache_settle_codes(cache, seq);
     saved_header header = make_header(cache, s);
     memcpy(out, &header, sizeof header);
     move_rows(cache, s, &header, out, true);

@@ -4,8 +4,12 @@
  * The plan is made by one thread. Phases run on all threads, pieces are taken from a counter, and a
  * barrier lies between phases: 1 quantise 16 tokens of one head and side; 2 store a page's run of
  * rows (one owner a page side: value rows share bytes); 3 attend, where whoever finishes the last
- * piece of split pages merges them in order. A step of at most 16 tokens stores where it quantises:
+ * piece of shared pages merges them in order. A step of at most 16 tokens stores where it quantises:
  * a decoded token meets one barrier. No result depends on which thread took a piece.
+ *
+ * Codes are made of the BF16 rows. While a row is in everybody's recent window nobody reads its codes,
+ * so a short step leaves rows pending until sixteen positions, aligned to sixteen, are complete: LDLQ
+ * takes a third of the time a row for sixteen together. Codes do not depend on when they are made.
  */
 #include "cache/cache.h"
 
@@ -208,7 +212,7 @@ void oscar_step_run(oscar_cache *cache, int32_t ith, int32_t n_threads) {
         spin_barrier_wait(&s->barrier, n_threads);
     }
     if (!at_once) {
-        if (works) step_store_phase(cache);
+        if (works) step_store_phase(cache, &scratch);
         spin_barrier_wait(&s->barrier, n_threads);
     }
     if (cache->baseline_kivi) {
@@ -281,9 +285,9 @@ static void note_bad(step_state *s, int32_t token) {
 }
 
 /* Quantises tokens [first, first + count) of one head and side into the step's arrays, which are
- * [n_kv_heads, n_tokens, ...]. */
+ * [n_kv_heads, n_tokens, ...]; later: only turns them. */
 static void append_rows(oscar_cache *cache, thread_scratch *scratch, int side, int32_t head, int32_t first,
-                        int32_t count) {
+                        int32_t count, bool later) {
     step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     int32_t d = layer->shape.head_dim;
@@ -299,8 +303,9 @@ static void append_rows(oscar_cache *cache, thread_scratch *scratch, int side, i
             for (int32_t j = 0; j < d; j++) row[j] -= layer->fit->v_mean[head * d + j];
     }
     size_t at = (size_t)head * (size_t)s->in.n_tokens + (size_t)first;
-    uint32_t bad = codec_quantize_rows(codec, count, scratch->rows, d, scratch->rotated,
-                                       s->codes[side] + at * (size_t)d, s->params[side] + at * (size_t)groups * 2);
+    uint8_t *codes = later ? NULL : s->codes[side] + at * (size_t)d;
+    uint16_t *params = later ? NULL : s->params[side] + at * (size_t)groups * 2;
+    uint32_t bad = codec_quantize_rows(codec, count, scratch->rows, d, scratch->rotated, codes, params);
     for (int32_t i = 0; i < count; i++) {
         uint16_t *out = s->rows[side] + (at + (size_t)i) * (size_t)d;
         const float *row = scratch->rotated + (size_t)i * (size_t)d;
@@ -372,23 +377,82 @@ static void put_overlay(const oscar_cache *cache, const step_segment *segment, i
     }
 }
 
-/* The rows of a segment, one head and side. */
-static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side) {
+/* The rows of a segment, one head and side; later: no codes. */
+static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side, bool later) {
     bool exact = cache_is_exact(cache);
     for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
         if (exact)
             put_exact(cache, segment, head, side, i);
-        else
+        else if (!later)
             put_quantised(cache, segment, head, side, i);
         if (cache->has_overlay) put_overlay(cache, segment, head, side, i);
     }
 }
 
-void step_store_phase(oscar_cache *cache) {
+/* Codes of `count` rows of a sequence from position `first` on, in one tile of sixteen positions. */
+static void code_tile(const oscar_cache *cache, const cache_layer *layer, const cache_seq *seq, int32_t head, int side,
+                      int64_t first, int32_t count, thread_scratch *scratch) {
+    int32_t d = layer->shape.head_dim, b = (int32_t)(first / OSCAR_PAGE_TOKENS), slot = (int32_t)(first % OSCAR_PAGE_TOKENS);
+    uint8_t codes[CODEC_LANES * OSCAR_MAX_HEAD_DIM];      /* [count, d] */
+    uint16_t params[CODEC_LANES * CODEC_MAX_GROUPS * 2]; /* [count, n_groups, 2] */
+    uint8_t *overlay = pool_page(&cache->overlay, seq->overlay[b]);
+    const uint16_t *rows = side == 0 ? layer_overlay_keys(layer, overlay, head) : layer_overlay_values(layer, overlay, head);
+    for (int32_t i = 0; i < count; i++)
+        for (int32_t j = 0; j < d; j++)
+            scratch->rows[i * d + j] = bf16_to_float(rows[page_bf16_at(side == 0 ? PAGE_KEY : PAGE_VALUE, d, slot + i, j)]);
+    row_codec codec = side == 0 ? layer->k_codec[head] : layer->v_codec[head];
+    codec.rotation = NULL; /* they are turned */
+    codec_quantize_rows(&codec, count, scratch->rows, d, NULL, codes, params);
+    const page_side *layout = side == 0 ? &layer->k_side : &layer->v_side;
+    uint8_t *page = layer_history(layer, pool_page(&cache->history, seq->history[b]), head) + (side ? layer->history_value_offset : 0);
+    for (int32_t i = 0; i < count; i++)
+        page_put_row(layout, page, slot + i, codes + i * d, params + i * layout->n_groups * 2);
+}
+
+/* Codes of the pending rows, and of new ones, below `end`. */
+static void code_rows(const oscar_cache *cache, const cache_layer *layer, const cache_seq *seq, int32_t head, int side,
+                      int64_t end, thread_scratch *scratch) {
+    for (int64_t at = seq->length - seq->n_pending; at < end;) {
+        int64_t stop = cache_coded(at) + CODEC_LANES;
+        if (stop > end) stop = end;
+        code_tile(cache, layer, seq, head, side, at, (int32_t)(stop - at), scratch);
+        at = stop;
+    }
+}
+
+void cache_settle_codes(const oscar_cache *cache, int32_t seq) {
+    cache_seq *s = &cache->seqs[seq];
+    thread_scratch scratch = step_scratch(cache, 0);
+    for (int32_t i = 0; i < cache->n_layers && s->n_pending > 0; i++)
+        for (int32_t h = 0; h < 2 * cache->layers[i].shape.n_kv_heads; h++)
+            code_rows(cache, &cache->layers[i], s, h / 2, h % 2, s->length, &scratch);
+    s->n_pending = 0;
+}
+
+/* The rows that are pending share a tile with the first new ones, so they have the same owner. */
+void step_store_phase(oscar_cache *cache, thread_scratch *scratch) {
     step_state *s = &cache->step;
-    int32_t heads = cache->layers[s->layer].shape.n_kv_heads, pieces = s->n_segments * heads * 2;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[1], 1)) < pieces;)
-        store_rows(cache, &s->segments[w / (heads * 2)], w / 2 % heads, w % 2);
+    const cache_layer *layer = &cache->layers[s->layer];
+    int32_t heads = layer->shape.n_kv_heads, pieces = s->n_segments * heads * 2;
+    for (int32_t w; (w = atomic_fetch_add(&s->next[1], 1)) < pieces;) {
+        const step_segment *segment = &s->segments[w / (heads * 2)];
+        const cache_seq *seq = &cache->seqs[segment->seq];
+        if (s->append_pos[segment->first] == seq->length)
+            code_rows(cache, layer, seq, w / 2 % heads, w % 2, seq->length, scratch);
+        store_rows(cache, segment, w / 2 % heads, w % 2, false);
+    }
+}
+
+/* All of a short step for one head and side: rows into the overlay, codes of the tiles that they complete. */
+static void store_short(const oscar_cache *cache, int32_t head, int side, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    bool later = cache_codes_wait(cache);
+    for (int32_t i = 0; i < s->n_segments; i++) {
+        int32_t seq = s->segments[i].seq;
+        store_rows(cache, &s->segments[i], head, side, later);
+        if (later && (i + 1 == s->n_segments || s->segments[i + 1].seq != seq))
+            code_rows(cache, &cache->layers[s->layer], &cache->seqs[seq], head, side, cache_coded(cache->seq_next[seq]), scratch);
+    }
 }
 
 /* Keys first: they take longest. */
@@ -398,7 +462,8 @@ void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store) 
     int32_t blocks = (n + CODEC_LANES - 1) / CODEC_LANES, pieces = blocks * heads;
     for (int32_t w; (w = atomic_fetch_add(&s->next[0], 1)) < 2 * pieces;) {
         int32_t side = w / pieces, head = w % heads, first = w % pieces / heads * CODEC_LANES;
-        append_rows(cache, scratch, side, head, first, n - first < CODEC_LANES ? n - first : CODEC_LANES);
-        for (int32_t i = 0; store && i < s->n_segments; i++) store_rows(cache, &s->segments[i], head, side);
+        append_rows(cache, scratch, side, head, first, n - first < CODEC_LANES ? n - first : CODEC_LANES,
+                    store && cache_codes_wait(cache));
+        if (store) store_short(cache, head, side, scratch);
     }
 }

@@ -317,6 +317,7 @@ static __attribute__((noinline)) bool one_load(const row_codec *codec, const flo
         one_product(d, codec->rotation, false, x, s->x);
     else
         memcpy(s->x, x, sizeof(float) * (size_t)d);
+    if (codec->bf16) round_bf16(d, s->x);
     lanes_mask ok = lanes_le(lanes_abs(lanes_loadu(x)), limit);
     for (int32_t j = 0; j < d; j += CODEC_LANES) {
         ok = lanes_and(ok, lanes_le(lanes_abs(lanes_loadu(x + j)), limit));
@@ -332,6 +333,7 @@ static bool quantize_one(const row_codec *codec, const float *x, float *y, uint8
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     const bool good = one_load(codec, x, &s);
     if (y) memcpy(y, s.x, sizeof(float) * (size_t)d);
+    if (!codes) return good;
     const lanes high = lanes_set1(ROW_LIMIT), low = lanes_set1(-ROW_LIMIT);
     for (int32_t j = 0; j < d; j += CODEC_LANES)
         lanes_store(s.x + j, lanes_min(lanes_max(lanes_load(s.x + j), low), high));
@@ -356,8 +358,8 @@ static uint32_t quantize_one_by_one(const row_codec *codec, int n_rows, const fl
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     uint32_t bad = 0;
     for (int l = 0; l < n_rows; l++)
-        if (!quantize_one(codec, x + l * x_stride, y ? y + (size_t)l * d : NULL, codes + (size_t)l * d,
-                          params + (size_t)l * n_groups * 2))
+        if (!quantize_one(codec, x + l * x_stride, y ? y + (size_t)l * d : NULL, codes ? codes + (size_t)l * d : NULL,
+                          params ? params + (size_t)l * n_groups * 2 : NULL))
             bad |= 1u << l;
     return bad;
 }

@@ -366,6 +366,14 @@ static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scr
     }
 }
 
+/* Numbers to the nearest BF16 ones, ties to even; the largest become infinity. */
+static inline void round_bf16(int32_t n, float *x) {
+    for (int32_t i = 0; i < n; i++) {
+        const uint32_t bits = float_bits(x[i]);
+        x[i] = bits_float((bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u);
+    }
+}
+
 /* Rows to lanes, turned by U; lanes with NaN or infinity are zeroed and their bits returned. */
 static __attribute__((noinline)) uint32_t load_rows(const row_codec *codec, int n_rows, const float *x, int64_t x_stride,
                           row_scratch *s) {
@@ -376,8 +384,9 @@ static __attribute__((noinline)) uint32_t load_rows(const row_codec *codec, int 
     const lanes limit = lanes_set1(FLT_MAX);
     lanes_mask ok = lanes_le(lanes_abs(lanes_load(in)), limit);
     for (int32_t j = 1; j < d; j++) ok = lanes_and(ok, lanes_le(lanes_abs(lanes_load(AT(in, j))), limit));
-    if (codec->rotation) {
-        lanes_product(d, codec->rotation, false, 0, d, d, s->w, s->x);
+    if (codec->rotation) lanes_product(d, codec->rotation, false, 0, d, d, s->w, s->x);
+    if (codec->rotation || codec->bf16) {
+        if (codec->bf16) round_bf16(d * CODEC_LANES, s->x);
         for (int32_t j = 0; j < d; j++) ok = lanes_and(ok, lanes_le(lanes_abs(lanes_load(AT(s->x, j))), limit));
     }
     const uint32_t good = lanes_bits(ok);
@@ -411,6 +420,7 @@ static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const floa
     if (y)
         for (int l = 0; l < n_rows; l++)
             for (int32_t j = 0; j < d; j++) y[l * d + j] = s.x[j * CODEC_LANES + l];
+    if (!codes) return bad;
     const lanes high = lanes_set1(ROW_LIMIT), low = lanes_set1(-ROW_LIMIT);
     for (int32_t j = 0; j < d; j++)
         lanes_store(AT(s.x, j), lanes_min(lanes_max(lanes_load(AT(s.x, j)), low), high));
@@ -443,7 +453,7 @@ static uint32_t quantize_rows(const row_codec *codec, int n_rows, const float *x
     float ones[CODEC_MAX_GROUPS * OSCAR_MAX_HEAD_DIM], ones_ones[CODEC_MAX_GROUPS];
     row_codec prepared = *codec;
     const bool ldlq = uses_ldlq(codec);
-    if (ldlq && !codec->ones) row_codec_prepare(&prepared, ones, ones_ones);
+    if (ldlq && codes && !codec->ones) row_codec_prepare(&prepared, ones, ones_ones);
     /* The published recipe may cut any number of values: the few-rows form sorts sixteen. */
     const bool few = n_rows <= (ldlq ? FEW_ROWS_LDLQ : FEW_ROWS) && codec->recipe == OSCAR_RECIPE_DEFAULT;
     return (few ? quantize_one_by_one : quantize_as_lanes)(&prepared, n_rows, x, x_stride, y, codes, params);
