@@ -54,4 +54,22 @@ assert exact["ppl"] == result["baseline"]["ppl"] and result["scored"] == 299
 assert 0 < four["kl"] < two["kl"] < 0.5, (four["kl"], two["kl"])
 assert two["bits"] == 2.5 and four["bits"] == 4.5 and two["bits_windows"] > two["bits"]
 CHECK
+
+# Perplexities alone are those that KL comes with.
+"$oscar" eval ppl "$model" --rotations "$work/1.safetensors" --text "$work/text" --context 400 --chunks 1 --skip 100 \
+    --sink 8 --recent 32 --methods exact,int2 --json >"$work/ppl" 2>"$work/err" || fail "eval ppl: $(cat "$work/err")"
+
+# A budget buys bits for the layers that lose most: no more than were asked for, and a lower KL.
+"$oscar" calibrate "$model" -o "$work/budget.safetensors" --text "$work/some" --tokens 512 --context 512 --bits-budget 2.3 \
+    2>"$work/err" || fail "calibrate --bits-budget: $(cat "$work/err")"
+"$oscar" eval kl "$model" --rotations "$work/budget.safetensors" --text "$work/text" --context 400 --chunks 1 --skip 100 \
+    --sink 8 --recent 32 --methods int2 --json >"$work/budget" 2>"$work/err" || fail "eval: $(cat "$work/err")"
+python3 - "$work/json" "$work/ppl" "$work/budget" <<'CHECK' || fail "ppl $(cat "$work/ppl"), budget $(cat "$work/budget")"
+import json, sys
+kl, ppl, budget = (json.load(open(path)) for path in sys.argv[1:])
+assert [m["ppl"] for m in ppl["methods"]] == [m["ppl"] for m in kl["methods"][:2]]
+assert "kl" not in ppl["methods"][1]
+two, mixed = kl["methods"][1], budget["methods"][0]
+assert 2.5 < mixed["bits"] <= 2.8 and mixed["kl"] < two["kl"], (mixed, two)
+CHECK
 echo "check_eval: ok"
