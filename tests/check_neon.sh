@@ -21,7 +21,7 @@ printf '#include <%s>\n' cmocka.h xxhash.h | cc -M -xc - | tr ' ' '\n' | grep -E
 aarch64-linux-gnu-gcc -O1 -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$headers" -c "$source_dir/tests/aarch64/cmocka.c" -o "$cross/cmocka.o"
 aarch64-linux-gnu-ar rcs "$cross/libcmocka.a" "$cross/cmocka.o"
 
-tests=(test_cache test_codec test_attn test_codes test_attn_decode test_page test_base)
+tests=(test_cache test_attn test_codec test_attn_decode test_codes test_page test_base)
 {
     cmake -S "$source_dir" -B "$cross" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$source_dir/tests/aarch64/toolchain.cmake" \
         -DOSCAR_CUDA=OFF -DOSCAR_WERROR=ON -DCMOCKA_LIB="$cross/libcmocka.a" "-DCMAKE_C_FLAGS=-isystem $headers"
@@ -32,6 +32,8 @@ tests=(test_cache test_codec test_attn test_codes test_attn_decode test_page tes
 one() { # TEST CPU
     local log=$cross/$1.$2.log
     [ "$1" != test_cache ] || export OSCAR_ISA=neondot # and not in plain C and on tiles too
+    # Half a minute to minutes each: oracles in float64, and threads that wait for each other.
+    export OSCAR_LEAVE_OUT="test_against_model test_chunking test_threads agrees_with_float64"
     qemu-aarch64 -cpu "$2" -L /usr/aarch64-linux-gnu "$cross/$1" >"$log" 2>&1 || { tail -n 20 "$log" >&2; fail "$1 on $2"; }
 }
 export -f one fail
