@@ -140,6 +140,10 @@ int main(int argc, char **argv) {
             return 2;
         }
     }
+    if (o.t < o.n) {
+        fprintf(stderr, "t is %d, expected at least n = %d\n", o.t, o.n);
+        return 2;
+    }
     bench(o);
     return 0;
 }

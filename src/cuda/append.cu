@@ -3,34 +3,11 @@
  *
  * A CTA takes one side of one KV head, and a few tokens at a time: it removes the means, turns the rows
  * together (a thread has one channel of several rows, so that the rotation is read once), then every
- * sixteen lanes quantise a row (append_rows.cuh). Rotation and metric lie in shared memory where they
- * fit. Compiled without contraction: codes are bit-equal to the CPU's.
+ * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks have a row on
+ * every lane (append_lanes.cuh). Rotation and metric lie in shared memory where they fit. Compiled without
+ * contraction: codes are bit-equal to the CPU's.
  */
-#include "append_rows.cuh"
-#include "layout.h"
-
-struct AppendSide {
-    const void *in;     /* [n_tokens, H, d] */
-    uint16_t *overlay;  /* [n_slots, H, sink8 + ring, d] bf16 */
-    const float *rotation; /* [H, d, d] or NULL */
-    const float *mean;     /* [H, d] or NULL */
-    const float *metric;   /* [H, layout_metric_floats()] or NULL */
-    int bits, ldlq, gain, n_ctas; /* CTAs a head */
-    float clip;
-};
-
-struct AppendParams {
-    AppendSide side[2];
-    const int *seqs, *positions; /* [n_tokens] */
-    const int *block_table, *slots;
-    uint8_t *pages;
-    int *bad_token; /* NULL or the lowest token with NaN or infinity */
-    const float *bias_table; /* [H, n_tracked, 2, 64] R_i nu */
-    const int2 *bias_dims;   /* [H, n_tracked] */
-    const float *bias_freq;  /* [H, n_tracked] */
-    int n_tokens, n_kv_heads, table_stride, dtype, recipe;
-    int n_tracked, sink, sink8, ring, tile_bytes;
-};
+#include "append_lanes.cuh"
 
 /* Floats of shared memory of a CTA of n_rows rows; the rotation and the metric when they are staged. */
 template <int D> __host__ __device__ constexpr int rows_floats(int n_rows) {
@@ -38,39 +15,6 @@ template <int D> __host__ __device__ constexpr int rows_floats(int n_rows) {
     return n_rows * Row<D>::STRIDE + (residual > scratch ? residual : scratch);
 }
 template <int D> __host__ __device__ constexpr int staged_floats() { return D * D + layout_metric_floats(D); }
-
-/* N values of one channel, of rows THREADS / D apart, as bits; all loads are in flight at once, and stay
- * before what follows. */
-template <int N> DEVICE void load_inputs(const void *in, const size_t (&at)[N], int dtype, uint32_t (&v)[N]) {
-    if (dtype == OSCAR_DTYPE_F32) {
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            v[k] = static_cast<uint32_t>(load_int(static_cast<const int *>(in) + at[k]));
-    } else {
-#pragma unroll
-        for (int k = 0; k < N; k++) v[k] = load_u16(static_cast<const uint16_t *>(in) + at[k]);
-    }
-}
-
-DEVICE float input_value(uint32_t bits, int dtype) {
-    return dtype == OSCAR_DTYPE_F32    ? __uint_as_float(bits)
-           : dtype == OSCAR_DTYPE_BF16 ? __uint_as_float(bits << 16)
-                                       : __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-}
-
-/* 16-byte asynchronous copies of n floats by all threads. */
-DEVICE void stage(float *to, const float *from, int n, int n_threads) {
-    for (int i = 4 * threadIdx.x; i < n; i += 4 * n_threads)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i)), "l"(from + i)
-                     : "memory");
-}
-
-/* Cosine and sine of a pair's angle at the start of a position's page. */
-DEVICE float2 page_turn(const AppendParams &p, int head, int pair, int position) {
-    double s, c;
-    sincos(static_cast<double>(position / 64 * 64) * static_cast<double>(__ldg(p.bias_freq + head * p.n_tracked + pair)), &s, &c);
-    return make_float2(static_cast<float>(c), static_cast<float>(s));
-}
 
 /* The rows of tokens first .. without their means, transposed: [D, ROWS + 4]. flood() starts large copies: small
  * loads would wait behind them. */
@@ -392,6 +336,17 @@ template <int D, int THREADS, bool STAGED, bool WIDE = false> static AppendPlan 
     return plan;
 }
 
+/* A row a lane: when the keys of so many tokens occupy half of the multiprocessors. */
+static bool plan_lanes(const oscar_cuda_layer *layer, int n_tokens, AppendPlan *plan) {
+    plan->kernel = append_lanes_kernel;
+    plan->n_rows = LanesShape::ROWS;
+    plan->n_threads = 32 * LanesShape::WARPS;
+    plan->shared_bytes = LanesShape::FLOATS * sizeof(float);
+    const int n_ctas = (n_tokens + plan->n_rows - 1) / plan->n_rows * layer->n_kv_heads;
+    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT && 2 * n_ctas >= layer->n_multiprocessors &&
+           plan->shared_bytes <= (size_t)layer->shared_max;
+}
+
 /* Few tokens: small CTAs, so that a row's chain of operations has a scheduler to itself. */
 static AppendPlan plan_append(const oscar_cuda_layer *layer, int n_tokens) {
     if (layer->head_dim == 256) return plan_of<256, 256, false>();
@@ -430,6 +385,7 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
         side.rotation = s ? layer->v_rotation : layer->k_rotation;
         side.mean = s ? layer->v_mean : layer->k_mean;
         side.metric = s ? layer->v_metric : layer->k_metric;
+        side.metric_lanes = s ? layer->v_metric_lanes : layer->k_metric_lanes;
         side.bits = s ? layer->bits_v : layer->bits_k;
         side.ldlq = s ? 0 : layer->ldlq_k;
         side.gain = s ? layer->gain_v : layer->gain_k;
@@ -454,8 +410,13 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
     p.sink8 = (layer->sink + 7) / 8 * 8;
     p.ring = layer->ring;
     p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
-    const AppendPlan plan = plan_append(layer, a->n_tokens);
-    spread(layer, plan, a->n_tokens, &p);
+    AppendPlan plan;
+    if (plan_lanes(layer, a->n_tokens, &plan)) {
+        p.side[0].n_ctas = p.side[1].n_ctas = (a->n_tokens + plan.n_rows - 1) / plan.n_rows;
+    } else {
+        plan = plan_append(layer, a->n_tokens);
+        spread(layer, plan, a->n_tokens, &p);
+    }
     const int n_ctas = layer->n_kv_heads * (p.side[0].n_ctas + p.side[1].n_ctas);
     const LayerLaunch launch = {dim3(n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
     return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &p, stream, "append launch", error);

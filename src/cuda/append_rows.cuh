@@ -1,3 +1,4 @@
+#error "Note from the lead, delete this line after reading: since commit 72730ba CPU codes are made from rotated rows ROUNDED TO BF16 first (row_codec.bf16, round_bf16() in src/codec/quantize_rows.inc.h; set by cache.c for oscar recipes incl. zoo when a rotation file is there). CUDA append must round the rotated row to BF16 (nearest even) before quantising as well, and tests/cuda/test_append.cu must set codec.bf16 = true, so that GPU codes stay bit-equal to the CPU caches."
 /*
  * append_rows.cuh - the quantiser for one row on sixteen lanes, or on a warp.
  *
@@ -216,6 +217,17 @@ DEVICE void range_params(const Levels &q, float low, float high, float limit, fl
 
 /* --- least squares ------------------------------------------------------------------------------- */
 
+/* Least-squares step and offset for codes of z = x - offset in units of 2^-bits, from sum c^2, c, z c, z over n channels;
+ * as they were where that is singular. */
+DEVICE void refit_plain(const Levels &q, float n, const float (&sum)[4], float &step, float &offset) {
+    const float cc = sum[0] * q.levels * q.levels, c1 = sum[1] * q.levels, zc = sum[2] * q.levels;
+    const float z1 = sum[3], scale = cc * n, det = fmaf(-c1, c1, scale);
+    const float new_step = quotient(fmaf(-c1, z1, zc * n), det), dm = quotient(fmaf(-c1, zc, cc * z1), det);
+    const bool ok = scale * REFIT_SINGULAR < det && 0.0f < new_step;
+    step = ok ? new_step : step;
+    offset = ok ? offset + dm : offset;
+}
+
 /* A round of all starts side by side: codes for (step, offset), then step and offset for the codes. */
 template <int STARTS, class R>
 DEVICE void least_squares_round(const R &w, const Levels &q, int g, float (&step)[STARTS], float (&offset)[STARTS]) {
@@ -245,14 +257,7 @@ DEVICE void least_squares_round(const R &w, const Levels &q, int g, float (&step
 #pragma unroll
             for (int k = 0; k < 4; k++) sum[s][k] += __shfl_xor_sync(FULL_WARP, sum[s][k], d);
 #pragma unroll
-    for (int s = 0; s < STARTS; s++) {
-        const float cc = sum[s][0] * q.levels * q.levels, c1 = sum[s][1] * q.levels, zc = sum[s][2] * q.levels;
-        const float z1 = sum[s][3], scale = cc * n, det = fmaf(-c1, c1, scale);
-        const float new_step = quotient(fmaf(-c1, z1, zc * n), det), dm = quotient(fmaf(-c1, zc, cc * z1), det);
-        const bool ok = scale * REFIT_SINGULAR < det && 0.0f < new_step;
-        step[s] = ok ? new_step : step[s];
-        offset[s] = ok ? offset[s] + dm : offset[s];
-    }
+    for (int s = 0; s < STARTS; s++) refit_plain(q, n, sum[s], step[s], offset[s]);
 }
 
 template <class R> DEVICE float squared_error(const R &w, const Levels &q, int g, float step, float offset) {
@@ -425,8 +430,17 @@ DEVICE void ldlq_chunk(const Row<D> &w, const Levels &q, const AppendMetric &met
     ldlq_push<D, K>(w, metric, 64 * K, e, c, t, pushed);
 }
 
-/* The step and offset that <w, w>, <w, 1>, <r, w>, <r, 1> in M ask for, added to the old ones; brings r up
- * to date. product: codes of group g times B. */
+/* The step and offset that <w, w>, <w, 1>, <r, w>, <r, 1> in M ask for, added to the old ones. */
+DEVICE void refit_metric(float ones_ones, float cc, float c1, float rc, float r1, float &step, float &offset) {
+    const float scale = cc * ones_ones, det = fmaf(-c1, c1, scale);
+    const float ds = quotient(fmaf(-c1, r1, rc * ones_ones), det), dm = quotient(fmaf(-c1, rc, cc * r1), det);
+    const float new_step = step + ds, new_offset = offset + dm;
+    const bool ok = scale * REFIT_SINGULAR < det && 0.0f < new_step && fabsf(dm) < FLT_MAX;
+    step = ok ? to_fp16(new_step) : step;
+    offset = ok ? to_fp16(new_offset) : offset;
+}
+
+/* Refits group g; brings r up to date. product: codes of the group times B. */
 template <int D, bool WIDE>
 DEVICE void refit_group(Row<D, WIDE> &w, const AppendMetric &metric, int g, const float (&product)[D / 16]) {
     using R = Row<D>;
@@ -450,12 +464,8 @@ DEVICE void refit_group(Row<D, WIDE> &w, const AppendMetric &metric, int g, cons
         rc += __shfl_xor_sync(FULL_WARP, rc, d);
         r1 += __shfl_xor_sync(FULL_WARP, r1, d);
     }
-    const float n = metric.ones_ones[g], scale = cc * n, det = fmaf(-c1, c1, scale);
-    const float ds = quotient(fmaf(-c1, r1, rc * n), det), dm = quotient(fmaf(-c1, rc, cc * r1), det);
-    const float old_step = w.step[g], old_offset = w.offset[g], step = old_step + ds, offset = old_offset + dm;
-    const bool ok = scale * REFIT_SINGULAR < det && 0.0f < step && fabsf(dm) < FLT_MAX;
-    w.step[g] = ok ? to_fp16(step) : old_step;
-    w.offset[g] = ok ? to_fp16(offset) : old_offset;
+    const float old_step = w.step[g], old_offset = w.offset[g];
+    refit_metric(metric.ones_ones[g], cc, c1, rc, r1, w.step[g], w.offset[g]);
     const float moved_step = w.step[g] - old_step, moved_offset = w.offset[g] - old_offset;
 #pragma unroll
     for (int m = 0; m < R::N; m++)
@@ -664,6 +674,12 @@ DEVICE void metric_product(const Row<128, true> &w, const AppendMetric &metric, 
     }
 }
 
+/* The factor that <x, x>_M and <x, x - x^>_M ask for. */
+DEVICE float gain_factor(float xx, float xr) {
+    const float hat = xx - xr, factor = fminf(fmaxf(quotient(xx, hat), 0.5f), 2.0f);
+    return 0.0f < hat ? factor : 1.0f;
+}
+
 /* Scales step and offset so that the row keeps its length along itself. with_metric, have_r: uniform. */
 template <int D, bool WIDE>
 DEVICE void apply_gain(Row<D, WIDE> &w, const Levels &q, const AppendMetric &metric, bool with_metric, bool have_r) {
@@ -693,10 +709,7 @@ DEVICE void apply_gain(Row<D, WIDE> &w, const Levels &q, const AppendMetric &met
         xx = fmaf(dv, y[m], xx);
         xr = fmaf(dv, w.r[m], xr);
     }
-    xx = fold(xx);
-    const float hat = xx - fold(xr);
-    float factor = fminf(fmaxf(quotient(xx, hat), 0.5f), 2.0f);
-    factor = 0.0f < hat ? factor : 1.0f;
+    const float factor = gain_factor(fold(xx), fold(xr));
 #pragma unroll
     for (int g = 0; g < R::G; g++) {
         w.step[g] = to_fp16(w.step[g] * factor);

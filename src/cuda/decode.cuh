@@ -413,8 +413,9 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     opening.load_constants(p, area, to.head, warp, lane);
     let_next_kernel_start();
     wait_for_kernel_before();
+    const int length = lane < p.n_seqs ? load_int(p.lengths + lane) : 0;
     opening.load_queries(p, to, warp, lane);
-    const Share share = share_of(p, lane);
+    const Share share = share_of(p, lane, length);
     if (share.start >= share.end) { /* fewer items than CTAs */
         asm volatile("cp.async.wait_all;" ::: "memory");
         return;

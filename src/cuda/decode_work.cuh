@@ -78,10 +78,24 @@ struct Share {
     Place place;
 };
 
-DEVICE Share share_of(const DecodeParams &p, int lane) {
+/* length: of sequence `lane`, 0 for none. */
+DEVICE Share share_of(const DecodeParams &p, int lane, int length) {
     const int parts = p.n_kv_heads * p.row_tiles;
     Share s;
-    int length = lane < p.n_seqs ? load_int(p.lengths + lane) : 0;
+    if (p.n_seqs == 1) { /* what follows, in fewer steps: nothing else happens meanwhile */
+        s.place.length = __shfl_sync(FULL_WARP, length, 0);
+        const uint32_t n = items_of(p, s.place.length).count();
+        s.total = n * parts;
+        const uint32_t n_ctas = working_ctas(s.total);
+        s.start = s.end = 0;
+        if (blockIdx.x >= n_ctas) return s;
+        s.start = static_cast<int>(blockIdx.x * s.total / n_ctas);
+        s.end = static_cast<int>((blockIdx.x + 1) * s.total / n_ctas);
+        s.place.seq = 0;
+        s.place.part = s.start / static_cast<int>(n);
+        s.place.base = s.place.part * static_cast<int>(n);
+        return s;
+    }
     int mine = items_of(p, length).count() * parts;
     int sum = mine;
 #pragma unroll

@@ -191,14 +191,30 @@ static void pack_metric(const float *b, const float *dg, int d, float *out) {
     }
 }
 
-static oscar_status upload_metric(float **to, const float *b, const float *dg, int n_heads, int d, const char *what,
-                                  oscar_error *error) {
+/* See LanesMetric in append_lanes.cuh; tail: D, 1 B, <1, 1> as pack_metric() left them. */
+static void pack_lanes_metric(const float *b, const float *tail, float *out) {
+    for (int m = 0; m < 4; m++)
+        for (int i = 32 * m; i < 128; i++, out += 32) memcpy(out, b + (size_t)i * 128 + 32 * m, 32 * sizeof(float));
+    memcpy(out, tail, (128 + 128 + 4) * sizeof(float));
+}
+
+/* lanes: the other order, for head_dim 128. */
+static oscar_status upload_metric(float **to, float **lanes, const float *b, const float *dg, int n_heads, int d,
+                                  const char *what, oscar_error *error) {
     if (!b || !dg) return OSCAR_OK;
-    const size_t floats = (size_t)layout_metric_floats(d);
-    float *packed = (float *)calloc((size_t)n_heads * floats, sizeof(float));
+    const size_t floats = (size_t)layout_metric_floats(d), lane_floats = d == 128 ? LAYOUT_LANES_METRIC_FLOATS : 0;
+    float *packed = (float *)calloc((size_t)n_heads * (floats + lane_floats), sizeof(float));
     if (!packed) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the metric of %d heads", n_heads);
-    for (int h = 0; h < n_heads; h++) pack_metric(b + (size_t)h * d * d, dg + (size_t)h * d, d, packed + h * floats);
-    const oscar_status status = layer_upload((void **)to, packed, n_heads * floats * sizeof(float), what, error);
+    float *for_lanes = packed + n_heads * floats;
+    for (int h = 0; h < n_heads; h++) {
+        float *out = packed + h * floats;
+        pack_metric(b + (size_t)h * d * d, dg + (size_t)h * d, d, out);
+        if (lane_floats)
+            pack_lanes_metric(b + (size_t)h * d * d, out + layout_metric_rows(d) + d / 8 * 28, for_lanes + h * lane_floats);
+    }
+    oscar_status status = layer_upload((void **)to, packed, n_heads * floats * sizeof(float), what, error);
+    if (status == OSCAR_OK && lane_floats)
+        status = layer_upload((void **)lanes, for_lanes, n_heads * lane_floats * sizeof(float), what, error);
     free(packed);
     return status;
 }
@@ -219,10 +235,11 @@ static oscar_status upload_for_append(oscar_cuda_layer *layer, const oscar_cuda_
         oscar_status status = layer_upload((void **)a.to, a.from, a.n * sizeof(float), a.name, error);
         if (status != OSCAR_OK) return status;
     }
-    oscar_status status = upload_metric(&layer->k_metric, o->k_metric_b, o->k_metric_d, o->n_kv_heads, o->head_dim,
-                                        "k_metric", error);
+    oscar_status status = upload_metric(&layer->k_metric, &layer->k_metric_lanes, o->k_metric_b, o->k_metric_d, o->n_kv_heads,
+                                        o->head_dim, "k_metric", error);
     if (status != OSCAR_OK) return status;
-    return upload_metric(&layer->v_metric, o->v_metric_b, o->v_metric_d, o->n_kv_heads, o->head_dim, "v_metric", error);
+    return upload_metric(&layer->v_metric, &layer->v_metric_lanes, o->v_metric_b, o->v_metric_d, o->n_kv_heads, o->head_dim,
+                         "v_metric", error);
 }
 
 oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_layer_options *o,
@@ -288,6 +305,8 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);
     cudaFree(layer->k_metric);
+    cudaFree(layer->k_metric_lanes);
+    cudaFree(layer->v_metric_lanes);
     cudaFree(layer->v_metric);
     cudaFree(layer->append_bias_table);
     cudaFree(layer->append_bias_freq);

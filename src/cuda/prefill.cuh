@@ -425,14 +425,6 @@ DEVICE void prefill_normalise(Rows<C> &r, const DecodeParams &p, const PrefillBl
     __syncwarp();
 }
 
-DEVICE void store_output(const DecodeParams &p, size_t at, float x) {
-    if (p.out_dtype == OSCAR_DTYPE_F32)
-        static_cast<float *>(p.out)[at] = x;
-    else
-        static_cast<uint16_t *>(p.out)[at] = p.out_dtype == OSCAR_DTYPE_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x))
-                                                                             : __half_as_ushort(__float2half_rn(x));
-}
-
 /* Adds the mean, turns back, writes. A lane has every 32nd channel, of eight rows at a time. */
 template <class C>
 DEVICE void prefill_write(const DecodeParams &p, const PrefillBlock &b, const float *rows, int lane) {
@@ -464,12 +456,9 @@ DEVICE void prefill_write(const DecodeParams &p, const PrefillBlock &b, const fl
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             if (first + k >= b.n_rows) continue;
-            const int r = b.first_row + first + k, token = divide(r, p.gqa, p.gqa_magic);
-            const int head = b.head * p.gqa + r - token * p.gqa;
-            const size_t at =
-                (static_cast<size_t>(b.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * C::D + lane;
+            const Target to = {b.seq, b.head, b.first_row, b.n_rows};
 #pragma unroll
-            for (int n = 0; n < N; n++) store_output(p, at + 32 * n, x[k][n]);
+            for (int n = 0; n < N; n++) write_value<C>(p, to, first + k, 32 * n + lane, x[k][n]);
         }
     }
 }

@@ -83,7 +83,7 @@ static void run_case(const Case &c, uint64_t seed) {
     p.seed = seed;
     build_constants(p);
     Random random(seed * 977 + 3);
-    const int d = c.d, h = c.n_kv_heads, groups = d > 128 ? d / 128 : 1, sink = 5, ring = 448, rows = 8 + ring;
+    const int d = c.d, h = c.n_kv_heads, groups = d > 128 ? d / 128 : 1, sink = 5, ring = 704, rows = 8 + ring;
     std::vector<float> metric_b((size_t)h * d * d), metric_d((size_t)h * d), vmetric_b(metric_b), vmetric_d(metric_d);
     for (int i = 0; i < h; i++) {
         make_metric(d, random, &metric_b[(size_t)i * d * d], &metric_d[(size_t)i * d]);
@@ -242,6 +242,15 @@ int main(void) {
             run_case({d, 1, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
             run_case({d, 2, std::min(n, 40), 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
         }
+    if (!quick) { /* so many that a lane has a row */
+        const int d = 128, n = 1090, h = 8;
+        run_case({d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
+    }
     printf("%d failures\n", n_failures);
     return n_failures != 0;
 }
