@@ -1,4 +1,3 @@
-#error "Note from the lead, delete this line after reading: since commit 72730ba CPU codes are made from rotated rows ROUNDED TO BF16 first (row_codec.bf16, round_bf16() in src/codec/quantize_rows.inc.h; set by cache.c for oscar recipes incl. zoo when a rotation file is there). CUDA append must round the rotated row to BF16 (nearest even) before quantising as well, and tests/cuda/test_append.cu must set codec.bf16 = true, so that GPU codes stay bit-equal to the CPU caches."
 /*
  * append_rows.cuh - the quantiser for one row on sixteen lanes, or on a warp.
  *
