@@ -172,8 +172,8 @@ typedef struct oscar_cuda_append_args {
     {sizeof(oscar_cuda_append_args), 0, OSCAR_DTYPE_BF16, NULL, NULL, NULL, NULL, NULL, 0, NULL,   \
      NULL, NULL, NULL, NULL}
 
-/* Removes means, rotates, quantises with the layer's recipe (LDLQ and gain included) and stores rows
- * of new tokens in pages and overlay, in one launch. Codes are those of the CPU's quantiser.
+/* Removes means, rotates, rounds to BF16, quantises with the layer's recipe (LDLQ and gain included) and stores
+ * rows of new tokens in pages and overlay, in one launch. Codes are those of the CPU's cache.
  * Errors: ARGUMENT, INTERNAL. */
 OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);

@@ -61,7 +61,7 @@ DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int si
     __syncthreads();
 }
 
-/* Rows [D, ROWS + 4] times U to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th N rows. In four pieces of U,
+/* Rows [D, ROWS + 4] times U, rounded to BF16, to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th N rows. In four pieces of U,
  * each of which wait() is called for. */
 template <int D, int THREADS, int ROWS, class W>
 DEVICE void turn_rows(const float *rotation, bool staged, const float *residuals, float *out, W wait) {
@@ -87,7 +87,7 @@ DEVICE void turn_rows(const float *rotation, bool staged, const float *residuals
         }
     }
 #pragma unroll
-    for (int k = 0; k < N; k++) out[(first + k) * Row<D>::STRIDE + j] = sum[k];
+    for (int k = 0; k < N; k++) out[(first + k) * Row<D>::STRIDE + j] = round_bf16(sum[k]);
 }
 
 /* --- to the tile --------------------------------------------------------------------------------- */
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
             turn_rows<D, THREADS, ROWS>(STAGED ? shared : rotation, STAGED, residuals, turned, wait);
         else
             for (int e = threadIdx.x; e < ROWS * D; e += THREADS)
-                turned[e / D * Row<D>::STRIDE + e % D] = residuals[e % D * (ROWS + 4) + e / D];
+                turned[e / D * Row<D>::STRIDE + e % D] = round_bf16(residuals[e % D * (ROWS + 4) + e / D]);
         if (STAGED && first) asm volatile("cp.async.wait_group 0;" ::: "memory");
         first = false;
         __syncthreads(); /* residuals become scratch, the metric is there */

@@ -49,6 +49,9 @@ DEVICE float input_value(uint32_t bits, int dtype) {
                                        : __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
+/* What the overlay holds of a rotated row. Codes are made from that, so that they do not depend on when they are made. */
+DEVICE float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
 /* 16-byte asynchronous copies of n floats by all threads. */
 DEVICE void stage(float *to, const float *from, int n, int n_threads) {
     for (int i = 4 * threadIdx.x; i < n; i += 4 * n_threads)

@@ -443,7 +443,10 @@ __global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel
         __syncthreads(); /* t takes the rotation's place */
         bool finite = true;
 #pragma unroll
-        for (int j = 0; j < 128; j++) finite = finite && fabsf(x[j]) <= FLT_MAX;
+        for (int j = 0; j < 128; j++) {
+            x[j] = round_bf16(x[j]);
+            finite = finite && fabsf(x[j]) <= FLT_MAX;
+        }
         if (!finite && valid && p.bad_token) atomicMin(p.bad_token, token);
 #pragma unroll
         for (int j = 0; j < 128; j++) {

@@ -13,6 +13,7 @@ int reference_quantize(const reference_codec *r, const float *x, float *y, uint8
                        .clip = r->clip,
                        .ldlq = r->ldlq != 0,
                        .gain = r->gain != 0,
+                       .bf16 = true, /* as the cache has it where there is a rotation file */
                        .metric_b = r->metric_b,
                        .metric_d = r->metric_d,
                        .rotation = r->rotation};
