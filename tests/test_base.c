@@ -193,7 +193,14 @@ static void isa_selection(void **state) {
     setenv("OSCAR_ISA", "no such path", 1);
     assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);
     assert_int_equal(isa_current(), best);
+    oscar_error error;
+    assert_int_equal(isa_check(&error), OSCAR_ERROR_UNSUPPORTED); /* no cache is made on another path than asked for */
+    assert_non_null(strstr(error.message, "no such path"));
+    assert_int_equal(oscar_isa_select("ref"), OSCAR_OK);
+    assert_int_equal(isa_check(&error), OSCAR_OK);
+    assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);
     unsetenv("OSCAR_ISA");
+    assert_int_equal(isa_check(&error), OSCAR_OK);
 }
 
 enum { THREADS = 5, ROUNDS = 2000 };

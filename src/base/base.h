@@ -30,8 +30,10 @@ typedef enum isa {
     ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_AVX512VNNI = 3, ISA_AMX = 4, ISA_NEON = 5, ISA_NEONDOT = 6, ISA_COUNT
 } isa;
 /* The one in use: what the processor allows, or what OSCAR_ISA or oscar_isa_select() force. An
- * OSCAR_ISA that this machine cannot run changes nothing; oscar_isa_name() tells. */
+ * OSCAR_ISA that this machine cannot run changes nothing here: isa_check() refuses it. */
 isa isa_current(void);
+/* Refuses an OSCAR_ISA that names no path of this machine, unless oscar_isa_select() chose one since. */
+oscar_status isa_check(oscar_error *error);
 /* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
                    uint64_t xcr0);

@@ -17,6 +17,7 @@
 
 static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
+static atomic_bool isa_selected;   /* by oscar_isa_select(), whatever OSCAR_ISA says */
 
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
                    uint64_t xcr0) {
@@ -104,6 +105,13 @@ isa isa_current(void) {
     return (isa)chosen;
 }
 
+oscar_status isa_check(oscar_error *error) {
+    const char *name = getenv("OSCAR_ISA");
+    if (!name || isa_find(name) >= 0 || atomic_load(&isa_selected)) return OSCAR_OK;
+    return error_set(error, OSCAR_ERROR_UNSUPPORTED, -1, "OSCAR_ISA is '%.40s', which this machine cannot run (its best is %s)", name,
+                     isa_names[isa_best()]);
+}
+
 const char *oscar_isa_name(void) {
     return isa_names[isa_current()];
 }
@@ -112,5 +120,6 @@ oscar_status oscar_isa_select(const char *name) {
     int chosen = name ? isa_find(name) : isa_automatic();
     if (chosen < 0) return OSCAR_ERROR_UNSUPPORTED;
     atomic_store_explicit(&isa_chosen, chosen, memory_order_relaxed);
+    atomic_store(&isa_selected, name != NULL);
     return OSCAR_OK;
 }

@@ -426,6 +426,7 @@ static oscar_status create(oscar_cache **out, const oscar_cache_options *o, int3
     if (!out) return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "out is NULL");
     *out = NULL;
     oscar_status status = check_options(o, kivi_group != 0, error);
+    if (!status) status = isa_check(error);
     if (status) return status;
     oscar_cache *cache = aligned_calloc(1, sizeof *cache);
     if (!cache) return error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory");
