@@ -392,6 +392,58 @@ DEVICE void lanes_store_overlay(const LaneRow &w, uint16_t *row) {
     }
 }
 
+/* x U in registers; rotation: in shared memory, NULL for the identity. */
+DEVICE void lanes_turn(const LaneRow &w, const float *rotation, float (&x)[128]) {
+    if (!rotation) {
+#pragma unroll
+        for (int j = 0; j < 128; j++) x[j] = w.x(j);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 128; j++) x[j] = 0;
+#pragma unroll 1
+    for (int i = 0; i < 128; i++) {
+        const float v = w.x(i);
+#pragma unroll
+        for (int j = 0; j < 128; j += 4) {
+            const float4 u = load4(rotation + i * 128 + j);
+            x[j] = fmaf(v, u.x, x[j]);
+            x[j + 1] = fmaf(v, u.y, x[j + 1]);
+            x[j + 2] = fmaf(v, u.z, x[j + 2]);
+            x[j + 3] = fmaf(v, u.w, x[j + 3]);
+        }
+    }
+}
+
+/* Rounds the rotated row to BF16, stores it in the overlay, and leaves in registers and in x what is quantised. */
+DEVICE void lanes_keep(const AppendParams &p, const AppendSide &from, const LaneRow &w, float (&x)[128], int head, int slot,
+                       int position, int token) {
+    const bool valid = token < p.n_tokens;
+    bool finite = true;
+#pragma unroll
+    for (int j = 0; j < 128; j++) {
+        x[j] = round_bf16(x[j]);
+        finite = finite && fabsf(x[j]) <= FLT_MAX;
+    }
+    if (!finite && valid && p.bad_token) atomicMin(p.bad_token, token);
+#pragma unroll
+    for (int j = 0; j < 128; j++) {
+        x[j] = finite ? x[j] : 0.0f;
+        w.x(j) = x[j];
+    }
+    __syncwarp();
+    const int overlay_row = position < p.sink ? position : p.sink8 + position % p.ring;
+    uint16_t *overlay =
+        from.overlay + (static_cast<size_t>(slot * p.n_kv_heads + head) * (p.sink8 + p.ring) + overlay_row) * 128;
+    lanes_store_overlay(w, valid ? overlay : nullptr);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 128; j++) {
+        x[j] = fminf(fmaxf(x[j], -ROW_LIMIT), ROW_LIMIT);
+        w.x(j) = x[j];
+    }
+}
+
 __global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel(const __grid_constant__ AppendParams p) {
     using L = LanesShape;
     extern __shared__ __align__(16) float shared[];
@@ -421,49 +473,9 @@ __global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel
     float step, offset;
     {
         float x[128];
-        if (from.rotation) {
-#pragma unroll
-            for (int j = 0; j < 128; j++) x[j] = 0;
-#pragma unroll 1
-            for (int i = 0; i < 128; i++) {
-                const float v = w.x(i);
-#pragma unroll
-                for (int j = 0; j < 128; j += 4) {
-                    const float4 u = load4(rotation + i * 128 + j);
-                    x[j] = fmaf(v, u.x, x[j]);
-                    x[j + 1] = fmaf(v, u.y, x[j + 1]);
-                    x[j + 2] = fmaf(v, u.z, x[j + 2]);
-                    x[j + 3] = fmaf(v, u.w, x[j + 3]);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < 128; j++) x[j] = w.x(j);
-        }
+        lanes_turn(w, from.rotation ? rotation : nullptr, x);
         __syncthreads(); /* t takes the rotation's place */
-        bool finite = true;
-#pragma unroll
-        for (int j = 0; j < 128; j++) {
-            x[j] = round_bf16(x[j]);
-            finite = finite && fabsf(x[j]) <= FLT_MAX;
-        }
-        if (!finite && valid && p.bad_token) atomicMin(p.bad_token, token);
-#pragma unroll
-        for (int j = 0; j < 128; j++) {
-            x[j] = finite ? x[j] : 0.0f;
-            w.x(j) = x[j];
-        }
-        __syncwarp();
-        const int overlay_row = position < p.sink ? position : p.sink8 + position % p.ring;
-        uint16_t *overlay =
-            from.overlay + (static_cast<size_t>(slot * p.n_kv_heads + head) * (p.sink8 + p.ring) + overlay_row) * 128;
-        lanes_store_overlay(w, valid ? overlay : nullptr);
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < 128; j++) {
-            x[j] = fminf(fmaxf(x[j], -ROW_LIMIT), ROW_LIMIT);
-            w.x(j) = x[j];
-        }
+        lanes_keep(p, from, w, x, head, slot, position, token);
         lane_least_squares(w, x, q, &step, &offset);
     }
     const bool ldlq = from.ldlq && packed;

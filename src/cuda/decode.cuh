@@ -422,13 +422,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     }
     const Target real = target_of<C>(p, share.place);
     const Items items = items_of(p, share.place.length);
-    if (threadIdx.x == 0) {
-        ctl.start = share.start;
-        ctl.end = share.end;
-        ctl.total = share.total;
-        ctl.place = share.place;
-        ctl.items = items;
-    }
+    if (threadIdx.x == 0) ctl = {share.start, share.end, share.total, share.place, items, 0};
     feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
     feeder.issued = C::STAGES;
     feeder.later = 0;

@@ -361,11 +361,8 @@ DEVICE const uint16_t *wide_row(const DecodeParams &p, const WideBlock &b, int r
     return p.q + (static_cast<size_t>(b.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * Wide::D;
 }
 
-/* Rotates the warp's sixteen rows, scaled by a power of two, to shared memory and takes them as A operands. Returns the
- * scale. */
-DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, __half *natural, float *row_const, int first,
-                         int lane) {
-    const int g = lane >> 2, t = lane & 3;
+/* q . mean of the warp's sixteen rows; returns the largest |q| of theirs. */
+DEVICE float wide_means(const DecodeParams &p, const WideBlock &b, float *row_const, int first, int lane) {
     float top = 1e-20f;
 #pragma unroll 1
     for (int row = first; row < first + 16; row++) {
@@ -384,6 +381,15 @@ DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r
     }
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
+    return top;
+}
+
+/* Rotates the warp's sixteen rows, scaled by a power of two, to shared memory and takes them as A operands. Returns the
+ * scale. */
+DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, __half *natural, float *row_const, int first,
+                         int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const float top = wide_means(p, b, row_const, first, lane);
     const float scale = __int_as_float((9 - ((__float_as_int(top) >> 23) - 127) + 127) << 23);
     uint4 x[2][4];
 #pragma unroll
