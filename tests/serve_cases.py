@@ -352,7 +352,7 @@ def case_exhausted():
     ends at its limit, a fifth client waits, and nobody else notices. With slots that share (-kvu) the
     pool can run out: the server clears idle slots first, then answers with an error; later requests
     are answered right."""
-    memory = 112 << 20
+    memory = 46 << 20
     with serve("-np", "4", "-c", "16384", "--kv-memory", str(memory), "--cache-ram", "0") as server:
         size = tiny_pool(server, memory)
         prompts = texts(server, 6, min(size // 3, 150))
