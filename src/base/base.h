@@ -19,6 +19,8 @@ void aligned_free(void *memory);
 /* Address space that costs memory only where it is touched, zeroed, 4 KiB aligned; released with
  * the same size. NULL when there is none. */
 void *region_reserve(size_t bytes);
+/* Asks for large pages in a region that is read in small pieces all over. */
+void region_prefer_large(void *memory, size_t bytes);
 void region_release(void *memory, size_t bytes);
 
 /* a * b into *out; false when it overflows. */

@@ -29,6 +29,15 @@ void *region_reserve(size_t bytes) {
     return memory == MAP_FAILED ? NULL : memory;
 }
 
+void region_prefer_large(void *memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    /* Advice: where the system has no large pages, or will not give them, the small ones serve. */
+    (void)madvise(memory, bytes, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
 void region_release(void *memory, size_t bytes) {
     if (memory) munmap(memory, bytes);
 }

@@ -10,6 +10,8 @@ bool pool_init(page_pool *pool, int32_t n_pages, size_t page_bytes) {
     size_t bytes;
     if (!size_mul((size_t)n_pages, page_bytes, &bytes)) return false;
     pool->memory = region_reserve(bytes ? bytes : 1);
+    /* A layer reads a few KiB of each page, so small ones cost an address translation every time. */
+    if (pool->memory && bytes) region_prefer_large(pool->memory, bytes);
     pool->free_stack = aligned_calloc((size_t)n_pages + 1, sizeof *pool->free_stack);
     pool->refs = aligned_calloc((size_t)n_pages + 1, sizeof *pool->refs);
     pool->kept = aligned_calloc((size_t)n_pages + 1, sizeof *pool->kept);
