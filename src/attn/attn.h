@@ -79,6 +79,7 @@ typedef struct attn_decode {
     _Alignas(64) int8_t q_bytes[ATTN_ROWS_MAX + ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
     /* Of the page in hand. */
     int32_t first; /* row of the stripe in hand */
+    const uint8_t *unspread; /* AMX: values of which value_tiles are still to be made */
     float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */

@@ -83,8 +83,9 @@ INLINE vf total_of(const tile_products *p, int r) {
     return vf_from_int(vi_add(vi_shl(high, 8), low));
 }
 
-/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. */
-static void spread_page(attn_decode *d, const uint8_t *keys, const uint8_t *values) {
+/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. Values only when the
+ * first stripe needs them: until then they may still be on their way from memory. */
+static void spread_keys(attn_decode *d, const uint8_t *keys) {
     const page_side *side = d->k_side;
     const int units = side->group / 16, n_chunks = (units + 3) / 4;
     uint8_t *out = d->key_tiles;
@@ -93,11 +94,15 @@ static void spread_page(attn_decode *d, const uint8_t *keys, const uint8_t *valu
             code_plane plane = key_plane(side->bits, side, keys, t);
             spread(side->bits, &plane, g * units, units, false, out);
         }
-    side = d->v_side;
+}
+
+static void spread_values(attn_decode *d) {
+    const page_side *side = d->v_side;
     for (int vec = 0; vec < side->head_dim / 16; vec++) {
-        code_plane plane = value_plane(side, values, vec);
+        code_plane plane = value_plane(side, d->unspread, vec);
         spread(side->bits, &plane, 0, 4, true, d->value_tiles + 1024 * vec);
     }
+    d->unspread = NULL;
 }
 
 static void tile_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
@@ -132,6 +137,7 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     const int n = d->rows->n_rows, first = g * side->group / 16, end = first + side->group / 16;
     const int64_t dim = side->head_dim;
     tile_products products[4];
+    if (d->unspread) spread_values(d);
     TILE_READS_MEMORY();
     _tile_loadd(0, d->p_bytes[0][0], TILE);
     if (n > 8) _tile_loadd(1, d->p_bytes[8][0], TILE);
@@ -156,7 +162,8 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
     }
     /* Stripes with fewer rows than the tiles multiply what lies behind them too; nobody reads it. */
     use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : 1);
-    spread_page(d, keys, values);
+    spread_keys(d, keys);
+    d->unspread = values;
     decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);
 }
 
