@@ -4,6 +4,10 @@
 set -euo pipefail
 oscar=$1/oscar
 [ -x "$oscar" ] || { echo "no oscar program in this build: skipped"; exit 77; }
+if grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$1/CMakeCache.txt"; then
+    echo "speeds of a sanitized build say nothing: skipped"
+    exit 77
+fi
 grep -q avx2 /proc/cpuinfo || { echo "no AVX2 here: skipped"; exit 77; }
 exec python3 - "$oscar" "$(dirname "$0")/../bench/attn_ratios.json" <<'PYTHON'
 import json
