@@ -103,7 +103,7 @@ OSCAR_API const char *oscar_version(void);
  * Instruction sets
  */
 
-/* The name of the code path in use: "ref"; on x86-64 "avx2", "avx512", "avx512vnni", "amx"; on AArch64
+/* The name of the code path in use: "ref"; on x86-64 "avx2", "avxvnni", "avx512", "avx512vnni", "amx"; on AArch64
  * "neon", "neondot". Chosen once, from CPUID and XCR0, or from what Linux tells of an AArch64
  * processor; the environment variable OSCAR_ISA forces one, and no cache is made when it names one
  * that this machine cannot run. Where the processor has AMX, the choice asks Linux for its registers,

@@ -61,6 +61,7 @@ typedef struct attn_ops {
  * with the tiles to about 3e-5, not to the bit. What a row receives does not depend, to the bit, on
  * the other rows of the block: decode, verification and prompts go through the same kernels, so that a
  * token's answer is the same however its batch was cut. */
+
 /* Rows of a stripe, which pass a page together. */
 #define ATTN_DECODE_ROWS 16
 /* Chunks of 16 tracked pairs for which the table is kept in tiles. */
@@ -115,6 +116,7 @@ typedef struct attn_decode_ops {
 } attn_decode_ops;
 
 extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
+extern const attn_decode_ops attn_decode_int2_avxvnni;    /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_neondot;    /* in AArch64 builds */

@@ -7,7 +7,7 @@
 
 #define DOT_ROWS 8
 #define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#include "attn/attn_decode_page_x86.h"
+#include "attn/attn_decode_page.h"
 
 /* What LDTILECFG reads. */
 typedef struct tile_config {

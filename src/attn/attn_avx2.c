@@ -10,6 +10,6 @@
 static inline int block_rows(int n_rows) { return n_rows <= 2 ? 2 : 6; }
 static inline int panel_units(int n_rows) { return n_rows <= 2 ? 2 : 1; }
 
-#define ATTN_X86_TABLE attn_ops_avx2
-#define ATTN_X86_NAME "avx2"
-#include "attn/attn_x86.h"
+#define ATTN_TABLE attn_ops_avx2
+#define ATTN_NAME "avx2"
+#include "attn/attn_tiles.h"

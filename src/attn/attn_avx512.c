@@ -13,6 +13,6 @@
 static inline int block_rows(int n_rows) { return n_rows <= 6 ? 6 : 12; }
 static inline int panel_units(int n_rows) { return n_rows <= 6 ? 4 : 2; }
 
-#define ATTN_X86_TABLE attn_ops_avx512
-#define ATTN_X86_NAME "avx512"
-#include "attn/attn_x86.h"
+#define ATTN_TABLE attn_ops_avx512
+#define ATTN_NAME "avx512"
+#include "attn/attn_tiles.h"

@@ -19,4 +19,4 @@ static inline vi dot_total(vi high, vi low) {
 #define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5)
 #define ATTN_DECODE_TABLE attn_decode_int2_avx2
 #define ATTN_DECODE_NAME "avx2"
-#include "attn/attn_decode_x86.h"
+#include "attn/attn_decode_dot.h"

@@ -17,4 +17,4 @@ static inline vi dot_total(vi high, vi low) { return vi_add(vi_shl(high, 8), low
 #define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #define ATTN_DECODE_TABLE attn_decode_int2_neondot
 #define ATTN_DECODE_NAME "neondot"
-#include "attn/attn_decode_x86.h"
+#include "attn/attn_decode_dot.h"

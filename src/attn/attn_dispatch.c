@@ -9,6 +9,7 @@ const attn_ops *attn_ops_current(void) {
     case ISA_AMX:
     case ISA_AVX512VNNI:
     case ISA_AVX512: return &attn_ops_avx512;
+    case ISA_AVXVNNI:
     case ISA_AVX2: return &attn_ops_avx2;
     default: break;
     }
@@ -25,6 +26,7 @@ const attn_decode_ops *attn_decode_current(void) {
     case ISA_AVX512VNNI: return &attn_decode_int2_avx512vnni;
     /* Without dot products of bytes no faster than tiles of this width, which keep more digits. */
     case ISA_AVX512: return NULL;
+    case ISA_AVXVNNI: return &attn_decode_int2_avxvnni;
     case ISA_AVX2: return &attn_decode_int2_avx2;
     default: break;
     }

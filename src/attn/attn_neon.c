@@ -9,6 +9,6 @@
 static inline int block_rows(int n_rows) { return (void)n_rows, ROWS_MAX; }
 static inline int panel_units(int n_rows) { return (void)n_rows, 1; }
 
-#define ATTN_X86_TABLE attn_ops_neon
-#define ATTN_X86_NAME "neon"
-#include "attn/attn_x86.h"
+#define ATTN_TABLE attn_ops_neon
+#define ATTN_NAME "neon"
+#include "attn/attn_tiles.h"

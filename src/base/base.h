@@ -27,9 +27,11 @@ void region_release(void *memory, size_t bytes);
 static inline bool size_mul(size_t a, size_t b, size_t *out) { return !__builtin_mul_overflow(a, b, out); }
 static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin_add_overflow(a, b, out); }
 
-/* The instruction sets that have code of their own, in rising order: those of x86-64, those of AArch64. */
+/* The instruction sets that have code of their own, in rising order: those of x86-64, those of AArch64.
+ * A processor runs those below its best, but for AVXVNNI, which some with AVX-512 lack. */
 typedef enum isa {
-    ISA_REF = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_AVX512VNNI = 3, ISA_AMX = 4, ISA_NEON = 5, ISA_NEONDOT = 6, ISA_COUNT
+    ISA_REF = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AVX512VNNI = 4, ISA_AMX = 5, ISA_NEON = 6, ISA_NEONDOT = 7,
+    ISA_COUNT
 } isa;
 /* The one in use: what the processor allows, or what OSCAR_ISA or oscar_isa_select() force. An
  * OSCAR_ISA that this machine cannot run changes nothing here: isa_check() refuses it. */
@@ -38,7 +40,7 @@ isa isa_current(void);
 oscar_status isa_check(oscar_error *error);
 /* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
-                   uint64_t xcr0);
+                   uint32_t leaf7_1_eax, uint64_t xcr0);
 /* The same from what Linux tells of an AArch64 processor. */
 isa isa_from_hwcap(unsigned long hwcap);
 

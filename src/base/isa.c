@@ -15,12 +15,14 @@
 #include <sys/auxv.h>
 #endif
 
-static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+#define AVX_VNNI (1u << 4) /* of leaf 7's subleaf 1, EAX */
+
+static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 static atomic_bool isa_selected;   /* by oscar_isa_select(), whatever OSCAR_ISA says */
 
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
-                   uint64_t xcr0) {
+                   uint32_t leaf7_1_eax, uint64_t xcr0) {
     const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
     const uint32_t avx2 = 1u << 5;
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
@@ -30,7 +32,8 @@ isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, u
     /* The operating system must save the registers too, or the first use is a fault: XCR0 bits 1-2
      * are xmm and ymm, 5-7 the mask registers and zmm. */
     if ((leaf1_ecx & leaf1) != leaf1 || !(leaf7_ebx & avx2) || (xcr0 & 0x6) != 0x6) return ISA_REF;
-    if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6) return ISA_AVX2;
+    if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6)
+        return leaf7_1_eax & AVX_VNNI ? ISA_AVXVNNI : ISA_AVX2;
     if (!(leaf7_ecx & vnni)) return ISA_AVX512;
     /* Bits 17 and 18 are the tiles and their configuration. */
     if ((leaf7_edx & amx) != amx || (xcr0 & 0x60000) != 0x60000) return ISA_AVX512VNNI;
@@ -55,6 +58,15 @@ static bool tiles_granted(void) {
 }
 #endif
 
+#if defined(__x86_64__)
+/* EAX of leaf 7, subleaf 1; 0 where there is none. */
+static uint32_t leaf7_1(void) {
+    uint32_t most, a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &most, &b, &c, &d) || most < 1) return 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) ? a : 0;
+}
+#endif
+
 static isa isa_best(void) {
 #if defined(__x86_64__)
     uint32_t a, b, c, d, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx;
@@ -64,7 +76,7 @@ static isa isa_best(void) {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     (void)b, (void)c;
-    isa best = isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, (uint64_t)high << 32 | low);
+    isa best = isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1(), (uint64_t)high << 32 | low);
     return best == ISA_AMX && !tiles_granted() ? ISA_AVX512VNNI : best;
 #elif defined(__aarch64__) && defined(__linux__)
     return isa_from_hwcap(getauxval(AT_HWCAP));
@@ -75,6 +87,15 @@ static isa isa_best(void) {
 #endif
 }
 
+/* Whether a machine whose best is `best` runs path i of its kind. */
+static bool isa_runs(isa best, int i) {
+    if (i > (int)best) return false;
+#if defined(__x86_64__)
+    if (i == ISA_AVXVNNI && best > ISA_AVXVNNI) return leaf7_1() & AVX_VNNI;
+#endif
+    return true;
+}
+
 /* -1 when there is no such name or this machine cannot run it. */
 static int isa_find(const char *name) {
 #if defined(__aarch64__)
@@ -83,8 +104,9 @@ static int isa_find(const char *name) {
     const int first = ISA_AVX2;
 #endif
     if (strcmp(name, isa_names[ISA_REF]) == 0) return ISA_REF;
-    for (int i = first, best = (int)isa_best(); i <= best; i++)
-        if (strcmp(name, isa_names[i]) == 0) return i;
+    const isa best = isa_best();
+    for (int i = first; i <= (int)best; i++)
+        if (strcmp(name, isa_names[i]) == 0 && isa_runs(best, i)) return i;
     return -1;
 }
 

@@ -218,7 +218,7 @@ static oscar_status measure_append(bench *b, int32_t n, json_t *results, oscar_e
 
 /* Plain C's output is what the others are compared with. */
 static oscar_status run_paths(bench *b, const char *only, json_t *results, oscar_error *error) {
-    static const char *const names[] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+    static const char *const names[] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
     const int32_t most = b->kind == BENCH_PREFILL ? FILL_CHUNK : b->n_seqs;
     float *want = calloc((size_t)most * q_floats(b), sizeof(float));
     double ns, seconds = b->seconds;
@@ -298,7 +298,7 @@ int cmd_bench(int argc, char **argv) {
         {"rotations", 0, CLI_STRING, &rotations, "FILE", "a rotation file of one layer, whose shape, tracked pairs\nand bits are taken"},
         {"depth", 0, CLI_INT, &depth, "N", "tokens of a sequence (default 4096)"},
         {"seqs", 0, CLI_INT, &seqs, "N", "most sequences in a step, 1, 4, 16, ... (default 4)"},
-        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avx512, avx512vnni, amx, neon, neondot (default: all\nthat run here but ref)"},
+        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avxvnni, avx512, avx512vnni, amx, neon, neondot (default: all\nthat run here but ref)"},
         {"device", 0, CLI_STRING, &device, "cpu|cuda", "cuda: attn on the GPU, BF16 window of 64 + 256, 1, 4, 16, ...\nsequences; against a pure read of the same pages"},
         {"tracked", 0, CLI_INT, &tracked, "N", "with --device cuda: tracked pairs, a multiple of 8 (default 0)"},
         {"seconds", 0, CLI_DOUBLE, &seconds, "S", "time spent on a number (default 0.5)"},

@@ -37,6 +37,7 @@ uint32_t codec_quantize_rows(const row_codec *codec, int n_rows, const float *x,
     case ISA_AMX:
     case ISA_AVX512VNNI:
     case ISA_AVX512: ops = &codec_ops_avx512; break;
+    case ISA_AVXVNNI:
     case ISA_AVX2: ops = &codec_ops_avx2; break;
     default: break;
     }

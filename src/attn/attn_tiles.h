@@ -1,22 +1,22 @@
 /*
- * attn_x86.h - the attention kernels of the AVX2 and AVX-512 files, in terms of a vector.
+ * attn_tiles.h - attention on tiles of floats (AVX2, AVX-512, NEON), in terms of a vector.
  *
  * The including file defines, before the include:
- *   what attn_vec_avx2.h or attn_vec_avx512.h defines
+ *   what attn_vec_*.h defines
  *   ROWS_MAX              rows of the highest register block
  *   block_rows(n_rows), panel_units(n_rows)
  *                         rows and 16-column units of a register block for a product of n_rows rows
  *   GEMM_BLOCKS(X)        X(rows, vectors) for every register block there is
- *   ATTN_X86_TABLE, ATTN_X86_NAME   what the table at the end is called
+ *   ATTN_TABLE, ATTN_NAME   what the table at the end is called
  *
  * Every product is one register-blocked kernel, C = A B or C = alpha C + A B. Each element of C is
  * summed in rising k by fused multiply-adds whatever the block shape, so a row's result does not
  * depend on how many rows go through together.
  */
-#ifndef OSCAR_ATTN_X86_H
-#define OSCAR_ATTN_X86_H
+#ifndef OSCAR_ATTN_TILES_H
+#define OSCAR_ATTN_TILES_H
 
-#include "attn/attn_softmax_x86.h"
+#include "attn/attn_softmax.h"
 
 #include <assert.h>
 
@@ -304,8 +304,8 @@ static void turn(attn_rows *rows, int32_t n_pairs, const float *pairs, const flo
     }
 }
 
-const attn_ops ATTN_X86_TABLE = {
-    .name = ATTN_X86_NAME,
+const attn_ops ATTN_TABLE = {
+    .name = ATTN_NAME,
     .unpack_keys = unpack_keys,
     .unpack_values = unpack_values,
     .widen_keys = widen_keys,

@@ -1,13 +1,13 @@
 /*
- * attn_decode_page_x86.h - what decode kernels on the codes share: planes of codes, bytes of queries
+ * attn_decode_page.h - what decode kernels on the codes share: planes of codes, bytes of queries
  * and weights, the bias, the softmax, and the order of a page. Included after attn_vec_*.h; the
  * includer defines DOT_ROWS, the rows of the highest register block, and DECODE_BLOCKS(X), which is
  * X(1) .. X(DOT_ROWS).
  */
-#ifndef OSCAR_ATTN_DECODE_PAGE_X86_H
-#define OSCAR_ATTN_DECODE_PAGE_X86_H
+#ifndef OSCAR_ATTN_DECODE_PAGE_H
+#define OSCAR_ATTN_DECODE_PAGE_H
 
-#include "attn/attn_softmax_x86.h"
+#include "attn/attn_softmax.h"
 
 #include <assert.h>
 

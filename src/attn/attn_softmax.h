@@ -1,9 +1,9 @@
 /*
- * attn_softmax_x86.h - what all AVX2 and AVX-512 attention kernels share: a tile's shape, the
+ * attn_softmax.h - what all vector kernels of attention share: a tile's shape, the
  * parameters of a page, and the softmax of a row. Included after attn_vec_avx2.h or _avx512.h.
  */
-#ifndef OSCAR_ATTN_SOFTMAX_X86_H
-#define OSCAR_ATTN_SOFTMAX_X86_H
+#ifndef OSCAR_ATTN_SOFTMAX_H
+#define OSCAR_ATTN_SOFTMAX_H
 
 #include <math.h>
 

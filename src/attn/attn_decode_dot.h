@@ -1,5 +1,5 @@
 /*
- * attn_decode_x86.h - decode attention on the codes, in terms of a vector and of a dot product of
+ * attn_decode_dot.h - decode attention on the codes, in terms of a vector and of a dot product of
  * bytes; attn.h says what it computes.
  *
  * Keys: a 32-bit lane is a token and holds four channels of a quad, so q.c is one dot product of
@@ -15,10 +15,10 @@
  *                         acc + dot products of four bytes a lane; 256 high + low as 32-bit lanes
  *   ATTN_DECODE_TABLE, ATTN_DECODE_NAME
  */
-#ifndef OSCAR_ATTN_DECODE_X86_H
-#define OSCAR_ATTN_DECODE_X86_H
+#ifndef OSCAR_ATTN_DECODE_DOT_H
+#define OSCAR_ATTN_DECODE_DOT_H
 
-#include "attn/attn_decode_page_x86.h"
+#include "attn/attn_decode_page.h"
 
 typedef struct dot_sums {
     vi high[DOT_ROWS][4], low[DOT_ROWS][4];
