@@ -5,32 +5,7 @@
 #ifndef OSCAR_BENCH_CUDA_TIMING_H
 #define OSCAR_BENCH_CUDA_TIMING_H
 
-#include <cuda_runtime.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-#include <algorithm>
-#include <vector>
-
-#include "oscar/cuda.h"
-
-static void check(cudaError_t code, const char *what) {
-    if (code == cudaSuccess) return;
-    fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(code));
-    exit(1);
-}
-static void check(oscar_status status, const oscar_error &error) {
-    if (status == OSCAR_OK) return;
-    fprintf(stderr, "%s\n", error.message);
-    exit(1);
-}
-
-template <class T> static T *upload(const std::vector<T> &v) {
-    T *p;
-    check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return p;
-}
+#include "memory.h"
 
 /* Median time in us of one of n launches in a graph; the first replay warms up. launch(stream). */
 template <class F> static float time_graph(int n, int replays, F launch) {

@@ -11,7 +11,8 @@
  *   1. oscar_cuda_layer_create() uploads what one layer needs (rotations, means, tables).
  *   2. The caller allocates pages, overlay and workspace; the functions below say how many bytes.
  *      The workspace is set to zero once.
- *   3. oscar_cuda_append() quantises the rows of new tokens; oscar_cuda_decode() attends.
+ *   3. oscar_cuda_append() quantises the rows of new tokens; oscar_cuda_decode() attends. Or append stores
+ *      BF16 rows alone, and oscar_cuda_settle() quantises many of them together, before they leave the window.
  *
  * Example (one decode step of one layer)
  *
@@ -166,16 +167,59 @@ typedef struct oscar_cuda_append_args {
     void *overlay_k, *overlay_v;
     int32_t *bad_token; /* lowered to the first token with NaN or infinity, whose row is stored as zeros;
                            set it to INT32_MAX before; NULL: not reported */
+    int32_t codes_later; /* 1: only overlay rows are stored, and oscar_cuda_settle() makes their codes; pages and
+                            block_table may be NULL */
 } oscar_cuda_append_args;
 
 #define OSCAR_CUDA_APPEND_ARGS_INIT                                                                \
     {sizeof(oscar_cuda_append_args), 0, OSCAR_DTYPE_BF16, NULL, NULL, NULL, NULL, NULL, 0, NULL,   \
-     NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, 0}
 
 /* Removes means, rotates, rounds to BF16, quantises with the layer's recipe (LDLQ and gain included) and stores
- * rows of new tokens in pages and overlay, in one launch. Codes are those of the CPU's cache.
+ * rows of new tokens in pages and overlay, in one launch. Codes are those of the CPU's cache. With codes_later it
+ * ends with the overlay.
  * Errors: ARGUMENT, INTERNAL. */
 OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
+                                         oscar_cuda_stream stream, oscar_error *error);
+
+/* All pointers are device memory. A sequence is a row of the block table. */
+typedef struct oscar_cuda_settle_args {
+    uint32_t struct_size;
+    int32_t n_seqs;
+    int32_t n_positions; /* how many positions a sequence usually has to settle: sizes the launch, changes no result */
+    const int32_t *from, *to; /* [n_seqs] positions from .. to - 1 get their codes; nothing where to <= from */
+    const int32_t *block_table; /* [n_seqs, table_stride] page ids */
+    int32_t table_stride;
+    const int32_t *slots; /* [n_seqs] overlay slot; NULL: the sequence's index */
+    void *pages;
+    const void *overlay_k, *overlay_v;
+} oscar_cuda_settle_args;
+
+#define OSCAR_CUDA_SETTLE_ARGS_INIT {sizeof(oscar_cuda_settle_args), 0, 64, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL}
+
+/* Codes of positions that were appended with codes_later, made of their overlay rows: the same bits that append would
+ * have stored at once. One launch for all sequences; from and to are read on the device, so a captured launch serves
+ * whatever is due when it is replayed, and costs little when nothing is. Made for many rows: settling a page of 64
+ * positions of every sequence together takes a fraction of what codes of each token by itself do.
+ *
+ * What the caller sees to. A position, one of the sink too, must be settled
+ *   - before a query sees it quantised: with a length of L tokens, everything below L - recent must be settled before
+ *     oscar_cuda_decode() or oscar_cuda_prefill(), for a chunk counted by its first query's length. That leaves recent
+ *     tokens of time, so settling may run beside attention and append, on another stream, as long as what it settles
+ *     stays within every query's window meanwhile;
+ *   - while its overlay row is there: before position + ring of the same sequence is appended;
+ *   - before its page is shared, copied or saved.
+ * No two launches may settle the same position at once. After a rollback to n tokens, positions from n on that are
+ * appended again are to be settled again. Natural is a page at a time: with `coded` the positions settled so far, every
+ * 64 tokens from = coded, to = length / 64 * 64 (recent must be at least 64).
+ *
+ *   oscar_cuda_settle_args s = OSCAR_CUDA_SETTLE_ARGS_INIT;
+ *   s.n_seqs = 32; s.from = coded; s.to = full; s.block_table = table; s.table_stride = 2048;
+ *   s.pages = pages; s.overlay_k = ok; s.overlay_v = ov;
+ *   oscar_cuda_settle(layer, &s, stream, &error);
+ *
+ * Rows with NaN or infinity were stored as zeros, and reported, by append. Errors: ARGUMENT, INTERNAL. */
+OSCAR_API oscar_status oscar_cuda_settle(const oscar_cuda_layer *layer, const oscar_cuda_settle_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);
 
 /* What oscar_cuda_measure() measures: decode attention of one layer on random pages, window 64 + 256. */

@@ -1,11 +1,14 @@
 /*
- * append.cu - quantises the rows of new tokens into pages and overlay.
+ * append.cu - rows of new tokens: into the overlay, and quantised into pages.
  *
  * A CTA takes one side of one KV head, and a few tokens at a time: it removes the means, turns the rows
  * together (a thread has one channel of several rows, so that the rotation is read once), then every
  * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks have a row on
  * every lane (append_lanes.cuh). Rotation and metric lie in shared memory where they fit. Compiled without
  * contraction: codes are bit-equal to the CPU's.
+ *
+ * Codes depend on the overlay's rows alone, so an append may end there, and the settle kernels, which begin
+ * there, quantise many positions together later.
  */
 #include "append_lanes.cuh"
 
@@ -14,7 +17,9 @@ template <int D> __host__ __device__ constexpr int rows_floats(int n_rows) {
     const int residual = D * (n_rows + 4), scratch = n_rows * Row<D>::STRIDE;
     return n_rows * Row<D>::STRIDE + (residual > scratch ? residual : scratch);
 }
-template <int D> __host__ __device__ constexpr int staged_floats() { return D * D + layout_metric_floats(D); }
+template <int D> __host__ __device__ constexpr int staged_floats(bool codes) {
+    return D * D + (codes ? layout_metric_floats(D) : 0);
+}
 
 /* The rows of tokens first .. without their means, transposed: [D, ROWS + 4]. flood() starts large copies: small
  * loads would wait behind them. */
@@ -36,10 +41,10 @@ DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int si
     load_inputs<N>(from.in, at, p.dtype, v);
     const float mean = from.mean ? __ldg(from.mean + head * D + j) : 0.0f;
     flood();
-    /* The angle of the thread's first pair while the rows are on their way. */
+    /* The mean of the thread's first pair while the rows are on their way. */
     const bool biased = side == 0 && p.n_tracked > 0;
-    float2 turn = make_float2(1, 0);
-    if (biased && threadIdx.x / ROWS < p.n_tracked) turn = page_turn(p, head, threadIdx.x / ROWS, position);
+    TrackedMean tracked = {};
+    if (biased && threadIdx.x / ROWS < p.n_tracked) tracked = tracked_mean(p, head, threadIdx.x / ROWS, position);
 #pragma unroll
     for (int k = 0; k < N; k++) {
         const int row = row0 + k * (THREADS / D);
@@ -50,19 +55,15 @@ DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int si
     __syncthreads();
     if (!biased) return;
     for (int i = threadIdx.x / ROWS; i < p.n_tracked; i += THREADS / ROWS) {
-        if (i >= THREADS / ROWS) turn = page_turn(p, head, i, position);
-        const int pair = head * p.n_tracked + i;
-        const int2 dims = __ldg(p.bias_dims + pair);
-        const float x = __ldg(p.bias_table + pair * 128 + position % 64);
-        const float y = __ldg(p.bias_table + pair * 128 + 64 + position % 64);
-        out[dims.x * PITCH + own_row] -= x * turn.x - y * turn.y;
-        out[dims.y * PITCH + own_row] -= x * turn.y + y * turn.x;
+        if (i >= THREADS / ROWS) tracked = tracked_mean(p, head, i, position);
+        out[tracked.dims.x * PITCH + own_row] -= tracked.x;
+        out[tracked.dims.y * PITCH + own_row] -= tracked.y;
     }
     __syncthreads();
 }
 
-/* Rows [D, ROWS + 4] times U, rounded to BF16, to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th N rows. In four pieces of U,
- * each of which wait() is called for. */
+/* Rows [D, ROWS + 4] times U, rounded to BF16, to [ROWS, STRIDE]: thread (j, k) has channel j of the k-th N rows. In
+ * four pieces of U, each of which wait() is called for. */
 template <int D, int THREADS, int ROWS, class W>
 DEVICE void turn_rows(const float *rotation, bool staged, const float *residuals, float *out, W wait) {
     constexpr int N = ROWS * D / THREADS, PITCH = ROWS + 4;
@@ -215,70 +216,85 @@ DEVICE void quantise(const AppendSide &from, Row<D, WIDE> &w, const Levels &q, c
     if (from.gain && !zoo) apply_gain(w, q, metric, with_metric, ldlq);
 }
 
+/* Sixteen lanes, or a warp, code their row of `rows`. */
 template <int D, bool WIDE>
-DEVICE void append_row(const AppendParams &p, const AppendMetric &metric, float *turned, float *scratch, int side,
-                       int head, int token) {
+DEVICE void code_row(const AppendParams &p, const AppendMetric &metric, float *rows, float *scratch, int side, int head,
+                     const RowPlace &at) {
     using R = Row<D, WIDE>;
-    const AppendSide &from = p.side[side];
     const int row = threadIdx.x / R::LANES;
-    const bool valid = token < p.n_tokens;
-    const int position = valid ? load_int(p.positions + token) : 0, seq = valid ? load_int(p.seqs + token) : 0;
-    const int page = valid ? load_int(p.block_table + static_cast<size_t>(seq) * p.table_stride + position / 64) : 0;
-    const int slot = valid && p.slots ? load_int(p.slots + seq) : seq;
+    uint8_t *tile = tile_of(p, at, head);
     R w;
     w.lane = threadIdx.x & 15;
     w.upper = WIDE && (threadIdx.x & 16);
-    w.shared_x = turned + row * R::STRIDE;
+    w.shared_x = rows + row * R::STRIDE;
     w.scratch = scratch + row * R::STRIDE;
-    bool finite = true, small = true;
 #pragma unroll
-    for (int m = 0; m < R::N; m++) {
-        w.x[m] = w.shared_x[16 * m + w.lane];
-        finite = finite && fabsf(w.x[m]) <= FLT_MAX;
-        small = small && fabsf(w.x[m]) <= ROW_LIMIT;
-    }
-    const unsigned row_lanes = WIDE ? FULL_WARP : 0xffffu << (threadIdx.x & 16);
-    const bool stores = valid && !w.upper;
-    finite = (__ballot_sync(FULL_WARP, finite) & row_lanes) == row_lanes;
-    small = __all_sync(FULL_WARP, small);
-    const int overlay_row = position < p.sink ? position : p.sink8 + position % p.ring;
-    auto store_overlay = [&] {
-        uint16_t *overlay =
-            from.overlay + (static_cast<size_t>(slot * p.n_kv_heads + head) * (p.sink8 + p.ring) + overlay_row) * D;
-#pragma unroll
-        for (int m = 0; m < R::N; m++)
-            if (stores) overlay[16 * m + w.lane] = __bfloat16_as_ushort(__float2bfloat16_rn(w.x[m]));
-    };
-    if (!small) { /* otherwise the overlay is stored last: its address takes a while to arrive */
-        if (!finite && w.lane == 0 && p.bad_token) atomicMin(p.bad_token, token);
-#pragma unroll
-        for (int m = 0; m < R::N; m++)
-            if (!finite) w.x[m] = 0;
-        store_overlay();
-#pragma unroll
-        for (int m = 0; m < R::N; m++) {
-            w.x[m] = fminf(fmaxf(w.x[m], -ROW_LIMIT), ROW_LIMIT);
-            w.shared_x[16 * m + w.lane] = w.x[m];
-        }
-        __syncwarp();
-    }
-    const Levels q = levels_of(from.bits);
-    quantise(from, w, q, metric, p.recipe);
-    if (small) store_overlay();
-    store_tile(p, w, q, side, position % 64, p.pages + (static_cast<size_t>(page) * p.n_kv_heads + head) * p.tile_bytes,
-               stores);
+    for (int m = 0; m < R::N; m++) w.x[m] = w.shared_x[16 * m + w.lane];
+    const Levels q = levels_of(p.side[side].bits);
+    quantise(p.side[side], w, q, metric, p.recipe);
+    store_tile(p, w, q, side, at.position % 64, tile, at.valid && !w.upper);
 }
 
-template <int D, int THREADS, bool STAGED, bool WIDE>
-__global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constant__ AppendParams p) {
-    constexpr int ROWS = THREADS / Row<D, WIDE>::LANES;
+/* --- the overlay --------------------------------------------------------------------------------- */
+
+/* Stores a warp's rows [N, STRIDE] of tokens `token` on in the overlay. A row that is not finite is reported and becomes
+ * zeros. CODES: leaves what is quantised. */
+template <int D, bool CODES, int N>
+DEVICE void keep_rows(const AppendParams &p, const AppendSide &from, float *rows, const RowPlace (&at)[N], const int (&slot)[N],
+                      int head, int token) {
+    constexpr int OWN = D / 32;
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        float *x = rows + k * Row<D>::STRIDE + OWN * lane, v[OWN];
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = x[i];
+            finite = finite && fabsf(v[i]) <= FLT_MAX;
+        }
+        finite = __all_sync(FULL_WARP, finite);
+        if (!finite && at[k].valid && lane == 0 && p.bad_token) atomicMin(p.bad_token, token + k);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) v[i] = finite ? v[i] : 0.0f;
+        uint16_t *to = overlay_of<D>(p, from, at[k], slot[k], head) + OWN * lane;
+#pragma unroll
+        for (int i = 0; i < OWN; i += 2)
+            if (at[k].valid) *reinterpret_cast<uint32_t *>(to + i) = pack_bf162(v[i], v[i + 1]);
+#pragma unroll
+        for (int i = 0; i < OWN && CODES; i++) x[i] = fminf(fmaxf(v[i], -ROW_LIMIT), ROW_LIMIT);
+    }
+    __syncwarp();
+}
+
+/* Fetches what is quantised of a row from the overlay, by sixteen lanes. */
+template <int D> DEVICE void fetch_row(const AppendParams &p, const AppendSide &from, const RowPlace &at, int head, float *row) {
+    const int lane = threadIdx.x & 15;
+    const int *overlay = reinterpret_cast<const int *>(overlay_of<D>(p, from, at, slot_of(p, at), head));
+    uint32_t v[D / 32];
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) v[k] = at.valid ? load_int(overlay + 16 * k + lane) : 0;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+        row[32 * k + 2 * lane] = fminf(fmaxf(bf16_low(v[k]), -ROW_LIMIT), ROW_LIMIT);
+        row[32 * k + 2 * lane + 1] = fminf(fmaxf(bf16_high(v[k]), -ROW_LIMIT), ROW_LIMIT);
+    }
+}
+
+/* --- kernels ------------------------------------------------------------------------------------- */
+
+/* CODES: they are made at once; otherwise settle makes them. */
+template <int D, int THREADS, bool STAGED, bool WIDE, bool CODES>
+__global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __grid_constant__ AppendParams p) {
+    constexpr int ROWS = THREADS / Row<D, WIDE>::LANES, ROWS_A_WARP = WIDE ? 1 : 2;
     extern __shared__ __align__(16) float shared[];
-    const int n_keys = p.n_kv_heads * p.side[0].n_ctas, side = blockIdx.x >= n_keys;
-    const AppendSide &from = p.side[side];
-    const int cta = blockIdx.x - (side ? n_keys : 0), head = cta % p.n_kv_heads;
-    float *turned = shared + (STAGED ? staged_floats<D>() : 0), *residuals = turned + ROWS * Row<D>::STRIDE;
+    const Part part(p);
+    const int head = part.head, warp = threadIdx.x >> 5;
+    const AppendSide &from = p.side[part.side];
+    float *turned = shared + (STAGED ? staged_floats<D>(CODES) : 0), *residuals = turned + ROWS * Row<D>::STRIDE;
+    float *own = turned + warp * ROWS_A_WARP * Row<D>::STRIDE;
     const float *rotation = from.rotation ? from.rotation + static_cast<size_t>(head) * D * D : nullptr;
-    const float *packed = from.metric ? from.metric + static_cast<size_t>(head) * layout_metric_floats(D) : nullptr;
+    const float *packed = CODES && from.metric ? from.metric + static_cast<size_t>(head) * layout_metric_floats(D) : nullptr;
     /* Constants, while the kernel before this one ends. The rotation in pieces, in the order in which they are needed;
      * the metric, which is needed later, behind the first rows. */
     for (int piece = 0; STAGED && piece < 4; piece++) {
@@ -289,13 +305,20 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
     wait_for_kernel_before();
     bool first = true;
 #pragma unroll 1
-    for (int token = cta / p.n_kv_heads * ROWS; token < p.n_tokens; token += from.n_ctas * ROWS) {
+    for (int token = part.group * ROWS; token < p.n_tokens; token += from.n_ctas * ROWS) {
         auto flood = [&] {
             if (!STAGED || !first) return;
             if (packed) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
             asm volatile("cp.async.commit_group;" ::: "memory");
         };
-        load_residuals<D, THREADS, ROWS>(p, from, side, head, token, residuals, flood);
+        /* Places and slots are loaded long before they are used. */
+        RowPlace at[ROWS_A_WARP];
+        int slot[ROWS_A_WARP];
+#pragma unroll
+        for (int k = 0; k < ROWS_A_WARP; k++) at[k] = place_of_token(p, token + warp * ROWS_A_WARP + k);
+        load_residuals<D, THREADS, ROWS>(p, from, part.side, head, token, residuals, flood);
+#pragma unroll
+        for (int k = 0; k < ROWS_A_WARP; k++) slot[k] = slot_of(p, at[k]);
         auto wait = [&](int piece) {
             if (!STAGED || !first) return;
             if (piece == 0) asm volatile("cp.async.wait_group 4;" ::: "memory");
@@ -312,10 +335,41 @@ __global__ void __launch_bounds__(THREADS, 1) append_kernel(const __grid_constan
         if (STAGED && first) asm volatile("cp.async.wait_group 0;" ::: "memory");
         first = false;
         __syncthreads(); /* residuals become scratch, the metric is there */
-        const AppendMetric metric = metric_of<D>(STAGED ? shared + D * D : packed);
-        append_row<D, WIDE>(p, metric, turned, residuals, side, head,
-                            token + static_cast<int>(threadIdx.x) / Row<D, WIDE>::LANES);
+        keep_rows<D, CODES>(p, from, own, at, slot, head, token + warp * ROWS_A_WARP);
+        if constexpr (CODES) {
+            const RowPlace mine = !WIDE && threadIdx.x & 16 ? at[ROWS_A_WARP - 1] : at[0];
+            code_row<D, WIDE>(p, metric_of<D>(STAGED ? shared + D * D : packed), turned, residuals, part.side, head, mine);
+        }
         __syncthreads();
+    }
+}
+
+template <int D, int THREADS, bool STAGED>
+__global__ void __launch_bounds__(THREADS, 1) settle_kernel(const __grid_constant__ AppendParams p) {
+    constexpr int ROWS = THREADS / Row<D>::LANES;
+    extern __shared__ __align__(16) float shared[];
+    const Part part(p);
+    const AppendSide &from = p.side[part.side];
+    float *rows = shared + (STAGED ? layout_metric_floats(D) : 0), *scratch = rows + ROWS * Row<D>::STRIDE;
+    const float *packed = from.metric ? from.metric + static_cast<size_t>(part.head) * layout_metric_floats(D) : nullptr;
+    const int row = threadIdx.x / Row<D>::LANES;
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    bool first = true;
+#pragma unroll 1
+    for (int group = part.group;; group += from.n_ctas) {
+        RowPlace at;
+        if (group * ROWS >= place_to_settle(p, group * ROWS + row, &at)) return;
+        if (STAGED && first && packed) stage(shared, packed, layout_metric_floats(D), THREADS);
+        fetch_row<D>(p, from, at, part.head, rows + row * Row<D>::STRIDE);
+        if (first) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncthreads();
+        }
+        first = false;
+        __syncwarp();
+        code_row<D, false>(p, metric_of<D>(STAGED ? shared : packed), rows, scratch, part.side, part.head, at);
+        __syncwarp(); /* the row's place is free */
     }
 }
 
@@ -327,61 +381,60 @@ struct AppendPlan {
     size_t shared_bytes;
 };
 
-template <int D, int THREADS, bool STAGED, bool WIDE = false> static AppendPlan plan_of() {
-    AppendPlan plan;
-    plan.kernel = append_kernel<D, THREADS, STAGED, WIDE>;
-    plan.n_threads = THREADS;
-    plan.n_rows = THREADS / Row<D, WIDE>::LANES;
-    plan.shared_bytes = (rows_floats<D>(plan.n_rows) + (STAGED ? staged_floats<D>() : 0)) * sizeof(float);
-    return plan;
+template <int D, int THREADS, bool STAGED, bool CODES, bool WIDE = false> static AppendPlan plan_append() {
+    constexpr int ROWS = THREADS / Row<D, WIDE>::LANES;
+    const size_t floats = rows_floats<D>(ROWS) + (STAGED ? staged_floats<D>(CODES) : 0);
+    return {append_kernel<D, THREADS, STAGED, WIDE, CODES>, THREADS, ROWS, floats * sizeof(float)};
 }
 
-/* A row a lane: when the keys of so many tokens occupy half of the multiprocessors. */
-static bool plan_lanes(const oscar_cuda_layer *layer, int n_tokens, AppendPlan *plan) {
-    plan->kernel = append_lanes_kernel;
-    plan->n_rows = LanesShape::ROWS;
-    plan->n_threads = 32 * LanesShape::WARPS;
-    plan->shared_bytes = LanesShape::FLOATS * sizeof(float);
-    const int n_ctas = (n_tokens + plan->n_rows - 1) / plan->n_rows * layer->n_kv_heads;
-    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT && 2 * n_ctas >= layer->n_multiprocessors &&
+template <int D, int THREADS, bool STAGED> static AppendPlan plan_settle() {
+    constexpr int ROWS = THREADS / Row<D>::LANES;
+    const size_t floats = 2 * ROWS * Row<D>::STRIDE + (STAGED ? layout_metric_floats(D) : 0);
+    return {settle_kernel<D, THREADS, STAGED>, THREADS, ROWS, floats * sizeof(float)};
+}
+
+static int groups_of(const AppendPlan &plan, int n_rows) { return (n_rows + plan.n_rows - 1) / plan.n_rows; }
+
+/* A row a lane: when the keys of so many rows occupy half of the multiprocessors. */
+static bool plan_lanes(const oscar_cuda_layer *layer, void (*kernel)(const AppendParams), int n_rows, AppendPlan *plan) {
+    *plan = {kernel, 32 * LanesShape::WARPS, LanesShape::ROWS, LanesShape::FLOATS * sizeof(float)};
+    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT &&
+           2 * groups_of(*plan, n_rows) * layer->n_kv_heads >= layer->n_multiprocessors &&
            plan->shared_bytes <= (size_t)layer->shared_max;
 }
 
 /* Few tokens: small CTAs, so that a row's chain of operations has a scheduler to itself. */
-static AppendPlan plan_append(const oscar_cuda_layer *layer, int n_tokens) {
-    if (layer->head_dim == 256) return plan_of<256, 256, false>();
-    if (layer->head_dim == 64) return n_tokens <= 64 ? plan_of<64, 128, true>() : plan_of<64, 512, true>();
-    const AppendPlan plan = n_tokens <= 64 ? plan_of<128, 128, true, true>() : plan_of<128, 512, true>();
-    return plan.shared_bytes <= (size_t)layer->shared_max ? plan : plan_of<128, 128, false>();
+template <bool CODES> static AppendPlan plan_for_append(const oscar_cuda_layer *layer, int n_tokens) {
+    if (layer->head_dim == 256) return plan_append<256, 256, false, CODES>();
+    if (layer->head_dim == 64) return n_tokens <= 64 ? plan_append<64, 128, true, CODES>() : plan_append<64, 512, true, CODES>();
+    const AppendPlan plan = n_tokens <= 64 ? plan_append<128, 128, true, CODES, true>() : plan_append<128, 512, true, CODES>();
+    return plan.shared_bytes <= (size_t)layer->shared_max ? plan : plan_append<128, 128, false, CODES>();
+}
+
+static AppendPlan plan_for_settle(const oscar_cuda_layer *layer) {
+    if (layer->head_dim == 256) return plan_settle<256, 256, false>();
+    if (layer->head_dim == 64) return plan_settle<64, 512, true>();
+    const AppendPlan plan = plan_settle<128, 512, true>();
+    return plan.shared_bytes <= (size_t)layer->shared_max ? plan : plan_settle<128, 128, false>();
 }
 
 /* CTAs a head of keys and values: all multiprocessors, three quarters to keys when they feed errors back. */
-static void spread(const oscar_cuda_layer *layer, const AppendPlan &plan, int n_tokens, AppendParams *p) {
-    const int groups = (n_tokens + plan.n_rows - 1) / plan.n_rows;
-    int both = layer->n_multiprocessors / layer->n_kv_heads;
+static void spread(const oscar_cuda_layer *layer, int groups, bool codes, AppendParams *p) {
+    int both = layer->n_multiprocessors / layer->n_kv_heads * (codes ? 1 : 2);
     if (both < 2) both = 2;
-    int keys = p->side[0].ldlq ? (3 * both + 2) / 4 : both / 2;
+    int keys = codes && p->side[0].ldlq ? (3 * both + 2) / 4 : both / 2;
     if (keys >= both) keys = both - 1;
     p->side[0].n_ctas = groups < keys ? groups : keys;
     const int values = 2 * groups <= both ? groups : both - keys;
     p->side[1].n_ctas = groups < values ? groups : values;
 }
 
-oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *a, oscar_cuda_stream stream,
-                               oscar_error *error) {
-    if (a->struct_size != sizeof *a)
-        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size, sizeof *a);
-    if (a->n_tokens < 1 || !a->k || !a->v || !a->seqs || !a->positions || !a->pages || !a->block_table ||
-        !a->overlay_k || !a->overlay_v)
-        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_tokens is %d or a pointer of the append arguments is NULL",
-                              a->n_tokens);
-    if (a->dtype < OSCAR_DTYPE_F32 || a->dtype > OSCAR_DTYPE_BF16)
-        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "dtype is %d, expected F32, F16 or BF16", a->dtype);
+/* What the layer decides. */
+static AppendParams params_of(const oscar_cuda_layer *layer, void *overlay_k, void *overlay_v) {
     AppendParams p = {};
     for (int s = 0; s < 2; s++) {
         AppendSide &side = p.side[s];
-        side.in = s ? a->v : a->k;
-        side.overlay = (uint16_t *)(s ? a->overlay_v : a->overlay_k);
+        side.overlay = (uint16_t *)(s ? overlay_v : overlay_k);
         side.rotation = s ? layer->v_rotation : layer->k_rotation;
         side.mean = s ? layer->v_mean : layer->k_mean;
         side.metric = s ? layer->v_metric : layer->k_metric;
@@ -391,33 +444,86 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
         side.gain = s ? layer->gain_v : layer->gain_k;
         side.clip = s ? layer->clip_v : layer->clip_k;
     }
-    p.seqs = a->seqs;
-    p.positions = a->positions;
-    p.block_table = a->block_table;
-    p.slots = a->slots;
-    p.pages = (uint8_t *)a->pages;
-    p.bad_token = a->bad_token;
     p.bias_table = layer->append_bias_table;
     p.bias_dims = (const int2 *)layer->append_bias_dims;
     p.bias_freq = layer->append_bias_freq;
-    p.n_tokens = a->n_tokens;
     p.n_kv_heads = layer->n_kv_heads;
-    p.table_stride = a->table_stride;
-    p.dtype = a->dtype;
     p.recipe = layer->recipe;
     p.n_tracked = layer->n_tracked;
     p.sink = layer->sink;
     p.sink8 = (layer->sink + 7) / 8 * 8;
     p.ring = layer->ring;
     p.tile_bytes = (int)oscar_cuda_tile_bytes(layer->head_dim, layer->bits_k, layer->bits_v);
-    AppendPlan plan;
-    if (plan_lanes(layer, a->n_tokens, &plan)) {
-        p.side[0].n_ctas = p.side[1].n_ctas = (a->n_tokens + plan.n_rows - 1) / plan.n_rows;
-    } else {
-        plan = plan_append(layer, a->n_tokens);
-        spread(layer, plan, a->n_tokens, &p);
-    }
-    const int n_ctas = layer->n_kv_heads * (p.side[0].n_ctas + p.side[1].n_ctas);
+    return p;
+}
+
+static oscar_status launch_append(const oscar_cuda_layer *layer, const AppendPlan &plan, AppendParams *p,
+                                  oscar_cuda_stream stream, const char *what, oscar_error *error) {
+    const int n_ctas = layer->n_kv_heads * (p->side[0].n_ctas + p->side[1].n_ctas);
     const LayerLaunch launch = {dim3(n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
-    return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &p, stream, "append launch", error);
+    return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, p, stream, what, error);
+}
+
+oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *a, oscar_cuda_stream stream,
+                               oscar_error *error) {
+    if (a->struct_size != sizeof *a)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size, sizeof *a);
+    if (a->codes_later < 0 || a->codes_later > 1)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "codes_later is %d, expected 0 or 1", a->codes_later);
+    const bool codes = !a->codes_later;
+    if (a->n_tokens < 1 || !a->k || !a->v || !a->seqs || !a->positions || (codes && (!a->pages || !a->block_table)) ||
+        !a->overlay_k || !a->overlay_v)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_tokens is %d or a pointer of the append arguments is NULL",
+                              a->n_tokens);
+    if (a->dtype < OSCAR_DTYPE_F32 || a->dtype > OSCAR_DTYPE_BF16)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "dtype is %d, expected F32, F16 or BF16", a->dtype);
+    AppendParams p = params_of(layer, a->overlay_k, a->overlay_v);
+    p.side[0].in = a->k;
+    p.side[1].in = a->v;
+    p.seqs = a->seqs;
+    p.positions = a->positions;
+    p.block_table = a->block_table;
+    p.table_stride = a->table_stride;
+    p.slots = a->slots;
+    p.pages = (uint8_t *)a->pages;
+    p.bad_token = a->bad_token;
+    p.n_tokens = a->n_tokens;
+    p.dtype = a->dtype;
+    AppendPlan plan;
+    if (codes && plan_lanes(layer, append_lanes_kernel, a->n_tokens, &plan)) {
+        p.side[0].n_ctas = p.side[1].n_ctas = groups_of(plan, a->n_tokens);
+    } else {
+        plan = codes ? plan_for_append<true>(layer, a->n_tokens) : plan_for_append<false>(layer, a->n_tokens);
+        spread(layer, groups_of(plan, a->n_tokens), codes, &p);
+    }
+    return launch_append(layer, plan, &p, stream, "append launch", error);
+}
+
+oscar_status oscar_cuda_settle(const oscar_cuda_layer *layer, const oscar_cuda_settle_args *a, oscar_cuda_stream stream,
+                               oscar_error *error) {
+    if (a->struct_size != sizeof *a)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "struct_size is %u, expected %zu", a->struct_size, sizeof *a);
+    if (a->n_seqs < 1 || !a->from || !a->to || !a->pages || !a->block_table || !a->overlay_k || !a->overlay_v)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs is %d or a pointer of the settle arguments is NULL", a->n_seqs);
+    if (a->n_positions < 1)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_positions is %d, expected at least 1", a->n_positions);
+    AppendParams p = params_of(layer, (void *)a->overlay_k, (void *)a->overlay_v);
+    p.from = a->from;
+    p.to = a->to;
+    p.n_seqs = a->n_seqs;
+    p.block_table = a->block_table;
+    p.table_stride = a->table_stride;
+    p.slots = a->slots;
+    p.pages = (uint8_t *)a->pages;
+    const int64_t expected = (int64_t)a->n_seqs * a->n_positions;
+    const int n_rows = (int)(expected < 1 << 24 ? expected : 1 << 24);
+    AppendPlan plan;
+    if (plan_lanes(layer, settle_lanes_kernel, n_rows, &plan)) {
+        const int groups = groups_of(plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
+        p.side[0].n_ctas = p.side[1].n_ctas = groups < most || most < 1 ? groups : most;
+    } else {
+        plan = plan_for_settle(layer);
+        spread(layer, groups_of(plan, n_rows), true, &p);
+    }
+    return launch_append(layer, plan, &p, stream, "settle launch", error);
 }

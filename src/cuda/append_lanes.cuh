@@ -368,12 +368,9 @@ DEVICE void lanes_load(const AppendParams &p, const AppendSide &from, const Lane
     if (side) return;
 #pragma unroll 1
     for (int i = 0; i < p.n_tracked; i++) {
-        const int pair = head * p.n_tracked + i;
-        const int2 dims = __ldg(p.bias_dims + pair);
-        const float2 turn = page_turn(p, head, i, position);
-        const float x = __ldg(p.bias_table + pair * 128 + position % 64), y = __ldg(p.bias_table + pair * 128 + 64 + position % 64);
-        w.x(dims.x) -= x * turn.x - y * turn.y;
-        w.x(dims.y) -= x * turn.y + y * turn.x;
+        const TrackedMean mean = tracked_mean(p, head, i, position);
+        w.x(mean.dims.x) -= mean.x;
+        w.x(mean.dims.y) -= mean.y;
     }
 }
 
@@ -390,6 +387,27 @@ DEVICE void lanes_store_overlay(const LaneRow &w, uint16_t *row) {
             *reinterpret_cast<uint32_t *>(to + i) = pack_bf162(w.x_of(r, i), w.x_of(r, i + 1));
         }
     }
+}
+
+/* The other way: what is quantised of the warp's rows to x. */
+DEVICE void lanes_fetch_overlay(const LaneRow &w, const uint16_t *row) {
+    const unsigned long long own = reinterpret_cast<unsigned long long>(row);
+#pragma unroll 1
+    for (int row0 = 0; row0 < 32; row0 += 8) {
+        uint32_t v[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int *from = reinterpret_cast<const int *>(__shfl_sync(FULL_WARP, own, row0 + (i >> 1)));
+            v[i] = from ? load_int(from + 32 * (i & 1) + w.lane) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int at = 64 * (i & 1) + 2 * w.lane, r = row0 + (i >> 1);
+            w.x_of(r, at) = fminf(fmaxf(bf16_low(v[i]), -ROW_LIMIT), ROW_LIMIT);
+            w.x_of(r, at + 1) = fminf(fmaxf(bf16_high(v[i]), -ROW_LIMIT), ROW_LIMIT);
+        }
+    }
+    __syncwarp();
 }
 
 /* x U in registers; rotation: in shared memory, NULL for the identity. */
@@ -417,25 +435,21 @@ DEVICE void lanes_turn(const LaneRow &w, const float *rotation, float (&x)[128])
 
 /* Rounds the rotated row to BF16, stores it in the overlay, and leaves in registers and in x what is quantised. */
 DEVICE void lanes_keep(const AppendParams &p, const AppendSide &from, const LaneRow &w, float (&x)[128], int head, int slot,
-                       int position, int token) {
-    const bool valid = token < p.n_tokens;
+                       const RowPlace &at, int token) {
     bool finite = true;
 #pragma unroll
     for (int j = 0; j < 128; j++) {
         x[j] = round_bf16(x[j]);
         finite = finite && fabsf(x[j]) <= FLT_MAX;
     }
-    if (!finite && valid && p.bad_token) atomicMin(p.bad_token, token);
+    if (!finite && at.valid && p.bad_token) atomicMin(p.bad_token, token);
 #pragma unroll
     for (int j = 0; j < 128; j++) {
         x[j] = finite ? x[j] : 0.0f;
         w.x(j) = x[j];
     }
     __syncwarp();
-    const int overlay_row = position < p.sink ? position : p.sink8 + position % p.ring;
-    uint16_t *overlay =
-        from.overlay + (static_cast<size_t>(slot * p.n_kv_heads + head) * (p.sink8 + p.ring) + overlay_row) * 128;
-    lanes_store_overlay(w, valid ? overlay : nullptr);
+    lanes_store_overlay(w, at.valid ? overlay_of<128>(p, from, at, slot, head) : nullptr);
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 128; j++) {
@@ -444,40 +458,13 @@ DEVICE void lanes_keep(const AppendParams &p, const AppendSide &from, const Lane
     }
 }
 
-__global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel(const __grid_constant__ AppendParams p) {
-    using L = LanesShape;
-    extern __shared__ __align__(16) float shared[];
-    const int warp = threadIdx.x >> 5, side = static_cast<int>(blockIdx.x) >= p.n_kv_heads * p.side[0].n_ctas;
+/* Codes of this lane's row to its tile; x: the row, in registers; packed: the head's metric or NULL. */
+DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float (&x)[128], const float *packed, int side,
+                          const RowPlace &at, uint8_t *tile) {
     const AppendSide &from = p.side[side];
-    const int cta = blockIdx.x - (side ? p.n_kv_heads * p.side[0].n_ctas : 0), head = cta % p.n_kv_heads;
-    const int first = cta / p.n_kv_heads * L::ROWS + 32 * warp;
-    const LaneRow w = {shared + warp * L::ARRAY, shared + (L::WARPS + warp) * L::ARRAY, static_cast<int>(threadIdx.x & 31)};
-    float *rotation = shared + L::WARPS * L::ARRAY; /* where t will be */
-    const float *packed = from.metric_lanes ? shared + L::METRIC_AT : nullptr;
-    if (from.rotation) stage(rotation, from.rotation + static_cast<size_t>(head) * 128 * 128, 128 * 128, blockDim.x);
-    if (packed)
-        stage(shared + L::METRIC_AT, from.metric_lanes + static_cast<size_t>(head) * LAYOUT_LANES_METRIC_FLOATS,
-              LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const int token = first + w.lane;
-    const bool valid = token < p.n_tokens;
-    const int at = min(token, p.n_tokens - 1), position = load_int(p.positions + at), seq = load_int(p.seqs + at);
-    const int page = load_int(p.block_table + static_cast<size_t>(seq) * p.table_stride + position / 64);
-    const int slot = p.slots ? load_int(p.slots + seq) : seq;
-    lanes_load(p, from, w, side, head, first, position);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
     const Levels q = levels_of(from.bits);
     float step, offset;
-    {
-        float x[128];
-        lanes_turn(w, from.rotation ? rotation : nullptr, x);
-        __syncthreads(); /* t takes the rotation's place */
-        lanes_keep(p, from, w, x, head, slot, position, token);
-        lane_least_squares(w, x, q, &step, &offset);
-    }
+    lane_least_squares(w, x, q, &step, &offset);
     const bool ldlq = from.ldlq && packed;
     const float inv = reciprocal(step);
     Rounding to = {step * q.levels, offset, inv * q.unit, 0};
@@ -492,15 +479,81 @@ __global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel
         }
     }
     if (from.gain) lane_gain(w, q, packed, to, ldlq, moved, step, offset);
-    if (!valid) return;
-    uint8_t *tile = p.pages + (static_cast<size_t>(page) * p.n_kv_heads + head) * p.tile_bytes;
+    if (!at.valid) return;
     uint8_t *low = tile + side * layout_low_bytes(128), *high = tile + layout_high_offset(128, p.side[0].bits, side);
     if (side == 0)
-        lane_store_keys(w, q, to, ldlq, position % 64, low, high);
+        lane_store_keys(w, q, to, ldlq, at.position % 64, low, high);
     else
-        lane_store_values(w, q, to, ldlq, position % 64, low, high);
-    *reinterpret_cast<__half2 *>(tile + layout_param_offset(128, side) + layout_param(0, position % 64)) =
+        lane_store_values(w, q, to, ldlq, at.position % 64, low, high);
+    *reinterpret_cast<__half2 *>(tile + layout_param_offset(128, side) + layout_param(0, at.position % 64)) =
         __halves2half2(__float2half_rn(step), __float2half_rn(offset));
+}
+
+DEVICE LaneRow lane_row(float *shared) {
+    const int warp = threadIdx.x >> 5;
+    return {shared + warp * LanesShape::ARRAY, shared + (LanesShape::WARPS + warp) * LanesShape::ARRAY,
+            static_cast<int>(threadIdx.x & 31)};
+}
+
+__global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel(const __grid_constant__ AppendParams p) {
+    using L = LanesShape;
+    extern __shared__ __align__(16) float shared[];
+    const Part part(p);
+    const AppendSide &from = p.side[part.side];
+    const int head = part.head, first = part.group * L::ROWS + static_cast<int>(threadIdx.x & ~31);
+    const LaneRow w = lane_row(shared);
+    float *rotation = shared + L::WARPS * L::ARRAY; /* where t will be */
+    const float *packed = from.metric_lanes ? shared + L::METRIC_AT : nullptr;
+    if (from.rotation) stage(rotation, from.rotation + static_cast<size_t>(head) * 128 * 128, 128 * 128, blockDim.x);
+    if (packed)
+        stage(shared + L::METRIC_AT, from.metric_lanes + static_cast<size_t>(head) * LAYOUT_LANES_METRIC_FLOATS,
+              LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const int token = first + w.lane;
+    const RowPlace at = place_of_token(p, token);
+    const int slot = slot_of(p, at);
+    uint8_t *tile = tile_of(p, at, head);
+    lanes_load(p, from, w, part.side, head, first, at.position);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float x[128];
+    lanes_turn(w, from.rotation ? rotation : nullptr, x);
+    __syncthreads(); /* t takes the rotation's place */
+    lanes_keep(p, from, w, x, head, slot, at, token);
+    lane_code_row(p, w, x, packed, part.side, at, tile);
+}
+
+__global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) settle_lanes_kernel(const __grid_constant__ AppendParams p) {
+    using L = LanesShape;
+    extern __shared__ __align__(16) float shared[];
+    const Part part(p);
+    const AppendSide &from = p.side[part.side];
+    const LaneRow w = lane_row(shared);
+    const float *packed = from.metric_lanes ? shared + L::METRIC_AT : nullptr;
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    bool first = true;
+#pragma unroll 1
+    for (int group = part.group;; group += from.n_ctas) {
+        RowPlace at;
+        if (group * L::ROWS >= place_to_settle(p, group * L::ROWS + threadIdx.x, &at)) return;
+        if (first && packed)
+            stage(shared + L::METRIC_AT, from.metric_lanes + static_cast<size_t>(part.head) * LAYOUT_LANES_METRIC_FLOATS,
+                  LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
+        lanes_fetch_overlay(w, at.valid ? overlay_of<128>(p, from, at, slot_of(p, at), part.head) : nullptr);
+        if (first) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncthreads();
+        }
+        first = false;
+        float x[128];
+#pragma unroll
+        for (int j = 0; j < 128; j++) x[j] = w.x(j);
+        lane_code_row(p, w, x, packed, part.side, at, tile_of(p, at, part.head));
+        __syncwarp(); /* the rows' places are free */
+    }
 }
 
 #endif

@@ -339,28 +339,38 @@ struct Rounding {
     float step, offset, inv, shift;
 };
 
+/* What a block of eight channels needs. */
+struct BlockInput {
+    float inner[28], x[BLOCK];
+
+    DEVICE void load(const float *shared_x, const AppendMetric &metric, int first) {
+#pragma unroll
+        for (int i = 0; i < 7; i++) {
+            const float4 v = load4(metric.blocks + 28 * (first / BLOCK) + 4 * i);
+            inner[4 * i] = v.x;
+            inner[4 * i + 1] = v.y;
+            inner[4 * i + 2] = v.z;
+            inner[4 * i + 3] = v.w;
+        }
+        const float4 x0 = load4(shared_x + first), x1 = load4(shared_x + first + 4);
+        x[0] = x0.x, x[1] = x0.y, x[2] = x0.z, x[3] = x0.w;
+        x[4] = x1.x, x[5] = x1.y, x[6] = x1.z, x[7] = x1.w;
+    }
+};
+
 /* Rounds the block of eight channels at `first`; left: what is left to round of each, in all lanes; e, c:
  * errors and codes. Leaves in scratch what was rounded. */
 template <int D>
 DEVICE void ldlq_block(const Row<D> &w, const Levels &q, const AppendMetric &metric, const Rounding &to, int first,
                        float (&left)[BLOCK], float (&e)[BLOCK], float (&c)[BLOCK]) {
-    float inner[28];
-    const float4 x0 = load4(w.shared_x + first), x1 = load4(w.shared_x + first + 4);
-    const float x[BLOCK] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
-#pragma unroll
-    for (int i = 0; i < 7; i++) {
-        const float4 v = load4(metric.blocks + 28 * (first / BLOCK) + 4 * i);
-        inner[4 * i] = v.x;
-        inner[4 * i + 1] = v.y;
-        inner[4 * i + 2] = v.z;
-        inner[4 * i + 3] = v.w;
-    }
+    BlockInput in;
+    in.load(w.shared_x, metric, first);
 #pragma unroll
     for (int i = BLOCK - 1, at = 0; i >= 0; i--) {
         c[i] = round_code(q, left[i], to.inv, to.shift);
-        e[i] = fmaf(to.step, c[i], to.offset - x[i]);
+        e[i] = fmaf(to.step, c[i], to.offset - in.x[i]);
 #pragma unroll
-        for (int j = i - 1; j >= 0; j--) left[j] = fmaf(-e[i], inner[at++], left[j]);
+        for (int j = i - 1; j >= 0; j--) left[j] = fmaf(-e[i], in.inner[at++], left[j]);
     }
     if (w.lane == 0) {
         *reinterpret_cast<float4 *>(w.scratch + first) = make_float4(left[0], left[1], left[2], left[3]);
@@ -519,25 +529,6 @@ template <int D> DEVICE void round_ldlq(Row<D, false> &w, const Levels &q, const
  * half the others. When the lower 64 channels are rounded only theirs are pushed to: then the lower half takes the
  * errors, the upper half the codes. Errors are pushed as they come. */
 
-/* What a block of eight channels needs, loaded while the block before is rounded. */
-struct BlockInput {
-    float inner[28], x[BLOCK];
-
-    DEVICE void load(const float *shared_x, const AppendMetric &metric, int first) {
-#pragma unroll
-        for (int i = 0; i < 7; i++) {
-            const float4 v = load4(metric.blocks + 28 * (first / BLOCK) + 4 * i);
-            inner[4 * i] = v.x;
-            inner[4 * i + 1] = v.y;
-            inner[4 * i + 2] = v.z;
-            inner[4 * i + 3] = v.w;
-        }
-        const float4 x0 = load4(shared_x + first), x1 = load4(shared_x + first + 4);
-        x[0] = x0.x, x[1] = x0.y, x[2] = x0.z, x[3] = x0.w;
-        x[4] = x1.x, x[5] = x1.y, x[6] = x1.z, x[7] = x1.w;
-    }
-};
-
 /* Rounds the block at `first`; left as in ldlq_block(). rows: this lane's four channels of B's rows, 64 floats a row.
  * BOTH: t and codes are this lane's both; otherwise t is what the lane's half takes. */
 template <bool BOTH>
@@ -603,7 +594,7 @@ DEVICE void round_ldlq(Row<128, true> &w, const Levels &q, const AppendMetric &m
         t[n] = w.upper ? w.x[4 + n] : w.x[n];
         codes[n] = 0;
     }
-    BlockInput in[2];
+    BlockInput in[2]; /* one is loaded while the other's block is rounded */
     in[0].load(w.shared_x, metric, 120);
     /* metric_row() for the chunk of this lane's half, then for the lower one. */
     const float *lower = metric.rows + 4 * w.lane;
