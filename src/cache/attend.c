@@ -45,24 +45,40 @@ static const float *query_row(const oscar_cache *cache, const step_block *block,
     return s->in.q + token * s->in.q_token_stride + (head * group + r % group) * s->in.q_head_stride;
 }
 
-static void rotate_queries(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
-                           thread_scratch *scratch) {
+/* The queries of a block turned, at out [n_rows, stride], and their products with the keys' mean. */
+static void rotate_queries(const oscar_cache *cache, const step_block *block, int32_t head, int32_t n_rows, float *out,
+                           int64_t stride, float *bias, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
-    const attn_ops *ops = attn_ops_current();
-    int32_t d = rows->head_dim;
+    int32_t d = layer->shape.head_dim;
     const float *mean = layer->fit && layer->fit->k_mean ? layer->fit->k_mean + (size_t)head * (size_t)d : NULL;
     const float *u = layer->k_codec[head].rotation;
-    float *plain = u ? scratch->out : rows->q;
-    int64_t stride = u ? d : rows->q_dim;
-    for (int32_t r = 0; r < rows->n_rows; r++) {
+    float *plain = u ? scratch->out : out;
+    int64_t plain_stride = u ? d : stride;
+    for (int32_t r = 0; r < n_rows; r++) {
         const float *q = query_row(cache, block, head, r);
-        memcpy(plain + r * stride, q, sizeof(float) * (size_t)d);
-        float bias = 0.0f;
+        memcpy(plain + r * plain_stride, q, sizeof(float) * (size_t)d);
+        bias[r] = 0.0f;
         if (mean)
-            for (int32_t i = 0; i < d; i++) bias += q[i] * mean[i];
-        scratch->q_bias[r] = bias;
+            for (int32_t i = 0; i < d; i++) bias[r] += q[i] * mean[i];
     }
-    if (u) ops->rotate(d, u, rows->n_rows, plain, d, rows->q, rows->q_dim);
+    if (u) attn_ops_current()->rotate(d, u, n_rows, plain, d, out, stride);
+}
+
+void step_turn_queries(oscar_cache *cache, int32_t head, thread_scratch *scratch) {
+    step_state *s = &cache->step;
+    const cache_layer *layer = &cache->layers[s->layer];
+    int32_t d = layer->shape.head_dim, first = head * layer->group;
+    rotate_queries(cache, &s->blocks[0], head, layer->group, s->q + (size_t)first * (size_t)d, d, s->q_bias + first, scratch);
+}
+
+/* Those rows, where they have been turned for all pieces. */
+static void take_queries(const oscar_cache *cache, int32_t head, attn_rows *rows, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    int32_t d = rows->head_dim, first = head * rows->n_rows;
+    for (int32_t r = 0; r < rows->n_rows; r++) {
+        memcpy(rows->q + (int64_t)r * rows->q_dim, s->q + (size_t)(first + r) * (size_t)d, sizeof(float) * (size_t)d);
+        scratch->q_bias[r] = s->q_bias[first + r];
+    }
 }
 
 /* The tracked pairs of every query, side by side. */
@@ -294,7 +310,10 @@ static void attend_piece(oscar_cache *cache, const step_block *block, int32_t he
 static void attend_item(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece,
                         thread_scratch *scratch) {
     attn_rows rows = make_rows(cache, block, scratch), total = partial_rows(&rows, scratch->total);
-    rotate_queries(cache, block, head, &rows, scratch);
+    if (cache->step.queries_turned)
+        take_queries(cache, head, &rows, scratch);
+    else
+        rotate_queries(cache, block, head, rows.n_rows, rows.q, rows.q_dim, scratch->q_bias, scratch);
     begin_pages(cache, block, head, &rows, scratch);
     int32_t last = block->shared ? piece + 1 : block->n_pieces;
     if (block->n_pieces > 1 && !block->shared) clear_rows(&total);

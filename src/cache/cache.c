@@ -285,11 +285,12 @@ static void *arena_take(arena *a, size_t count, size_t size) {
 static void arrange_step(oscar_cache *cache, arena *a) {
     step_state *s = &cache->step;
     size_t chunk = (size_t)cache->options.n_chunk_max, seqs = (size_t)cache->options.n_seqs_max;
-    size_t appends = chunk * seqs, rows = 0, params = 0;
+    size_t appends = chunk * seqs, rows = 0, params = 0, queries = 0;
     for (int32_t i = 0; i < cache->n_layers; i++) {
         const cache_layer *l = &cache->layers[i];
         size_t heads = (size_t)l->shape.n_kv_heads;
         if (heads * (size_t)l->shape.head_dim > rows) rows = heads * (size_t)l->shape.head_dim;
+        if ((size_t)l->group * rows > queries) queries = (size_t)l->group * rows;
         if (heads * (size_t)l->k_side.n_groups * 2 > params) params = heads * (size_t)l->k_side.n_groups * 2;
     }
     s->append_token = arena_take(a, appends, sizeof(int32_t));
@@ -306,6 +307,8 @@ static void arrange_step(oscar_cache *cache, arena *a) {
         s->params[side] = arena_take(a, chunk * params, sizeof(uint16_t));
         s->rows[side] = arena_take(a, chunk * rows, sizeof(uint16_t));
     }
+    s->q = arena_take(a, queries, sizeof(float));
+    s->q_bias = arena_take(a, queries, sizeof(float));
     s->partial = arena_take(a, (size_t)cache->max_partials * cache->partial_floats, sizeof(float));
     s->arrived = arena_take(a, (size_t)cache->max_partials, sizeof(atomic_int));
     cache->seq_scratch = arena_take(a, seqs, sizeof(int32_t));

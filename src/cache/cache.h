@@ -182,6 +182,9 @@ typedef struct step_state {
     uint8_t *codes[2];     /* keys, values: [n_tokens, n_kv_heads, head_dim] */
     uint16_t *params[2];   /* [n_tokens, n_kv_heads, n_groups, 2] */
     uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, rotated residuals */
+    bool queries_turned;   /* of a step of one token, together with its keys: */
+    float *q;              /* [n_q_heads, head_dim] rotated */
+    float *q_bias;         /* [n_q_heads] products with the keys' mean */
     float *partial;        /* [n_partials][group rows][head_dim + 2] */
     atomic_int *arrived;   /* [n_partials] at a block's first partial and head: pieces that are done */
     atomic_int next[3];    /* work counters of the phases */
@@ -273,6 +276,8 @@ void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
 void step_store_phase(oscar_cache *cache, thread_scratch *scratch);
 void step_kivi_phase(oscar_cache *cache);
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
+/* Turns the queries of one KV head of a step of one token. */
+void step_turn_queries(oscar_cache *cache, int32_t head, thread_scratch *scratch);
 /* The scratch of a thread for a layer. */
 thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
 

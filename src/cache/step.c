@@ -5,7 +5,8 @@
  * barrier lies between phases: 1 quantise 16 tokens of one head and side; 2 store a page's run of
  * rows (one owner a page side: value rows share bytes); 3 attend, where whoever finishes the last
  * piece of shared pages merges them in order. A step of at most 16 tokens stores where it quantises:
- * a decoded token meets one barrier. No result depends on which thread took a piece.
+ * a decoded token meets one barrier. Its queries are turned with its keys, once for all pieces of its
+ * pages: the rotation, which no L2 holds for all layers, is read once. No result depends on which thread took a piece.
  *
  * Codes are made of the BF16 rows. While a row is in everybody's recent window nobody reads its codes,
  * so a short step leaves rows pending until sixteen positions, aligned to sixteen, are complete: LDLQ
@@ -195,6 +196,7 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
     if (!status) status = plan_segments(cache, error);
     if (status) return status;
     plan_blocks(cache);
+    s->queries_turned = step->n_tokens == 1 && !cache_is_exact(cache);
     for (int i = 0; i < 3; i++) atomic_store(&s->next[i], 0);
     atomic_store(&s->bad_token, step->n_tokens);
     spin_barrier_init(&s->barrier);
@@ -464,6 +466,7 @@ void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store) 
         int32_t side = w / pieces, head = w % heads, first = w % pieces / heads * CODEC_LANES;
         append_rows(cache, scratch, side, head, first, n - first < CODEC_LANES ? n - first : CODEC_LANES,
                     store && cache_codes_wait(cache));
+        if (side == 0 && s->queries_turned) step_turn_queries(cache, head, scratch);
         if (store) store_short(cache, head, side, scratch);
     }
 }
