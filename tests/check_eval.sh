@@ -33,6 +33,14 @@ refused 'cannot write' "$oscar" calibrate "$model" -o "$work/no/folder" --text "
 refused "unknown method 'int9'" "$oscar" eval kl "$model" --text "$work/text" --methods int2,int9
 refused 'has .* tokens, expected at least' "$oscar" eval kl "$model" --text "$work/short" --methods exact
 
+# A llama.cpp without a GPU backend would leave the layers on the CPU and say nothing.
+libraries=$(sed -n 's/^LLAMA_LIB:FILEPATH=//p' "$build/CMakeCache.txt")
+if ! ls "${libraries%/*}" | grep -qE 'libggml-(cuda|hip|musa|vulkan|sycl|rpc|metal|opencl|cann|webgpu)'; then
+    refused '99 layers for a GPU' "$oscar" eval kl "$model" --text "$work/text" --methods exact --weights as-is --n-gpu-layers 99
+    refused '99 layers for a GPU' "$oscar" calibrate "$model" -o "$to" --text "$work/text" --n-gpu-layers 99
+fi
+refused 'n-gpu-layers is 9999999, expected at most' "$oscar" calibrate "$model" -o "$to" --text "$work/text" --n-gpu-layers 9999999
+
 head -c 4000 "$work/text" >"$work/some"
 export SOURCE_DATE_EPOCH=1700000000
 for copy in 1 2; do

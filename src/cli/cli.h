@@ -122,6 +122,14 @@ typedef struct cli_cache {
     {"stats", 0, CLI_STRING, &(c)->stats, "FILE",                                                  \
      "keep the cache's numbers in FILE, in Prometheus' text\nformat, replaced once a second while in use"}
 
+/* For commands that run a model without one of llama.cpp's programs. */
+#define CLI_GPU_LAYERS_OPTION(n)                                                                   \
+    {"n-gpu-layers", 0, CLI_INT, n, "N",                                                           \
+     "layers whose weights are on a GPU, such as 99 for all,\nwhere llama.cpp was built for one; the cache and its\n" \
+     "attention stay on the CPU (default 0)"}
+/* CLI_CONTINUE, or CLI_USAGE after a message. */
+int cli_gpu_layers_check(const cli_spec *spec, int64_t n);
+
 /* Checks the values given; CLI_CONTINUE, or CLI_USAGE after a message. */
 int cli_cache_check(const cli_spec *spec, const cli_cache *cache);
 

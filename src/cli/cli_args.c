@@ -163,6 +163,11 @@ int cli_parse(const cli_spec *spec, int argc, char **argv, cli_args *args) {
     return CLI_CONTINUE;
 }
 
+int cli_gpu_layers_check(const cli_spec *spec, int64_t n) {
+    if (n <= 1 << 20) return CLI_CONTINUE;
+    return cli_usage_error(spec, "--n-gpu-layers is %lld, expected at most %d", (long long)n, 1 << 20);
+}
+
 int cli_cache_check(const cli_spec *spec, const cli_cache *cache) {
     if (strcmp(cache->kv, "int2") != 0 && strcmp(cache->kv, "f32") != 0)
         return cli_usage_error(spec, "--kv: expected int2 or f32, found '%s'", cache->kv);

@@ -11,7 +11,7 @@
 
 typedef struct calibrate_options {
     const char *output, *text, *recipe, *zoo_output;
-    int64_t tokens, context, pairs, seed, threads;
+    int64_t tokens, context, pairs, seed, threads, gpu_layers;
     double bits_budget;
     bool json;
 } calibrate_options;
@@ -102,7 +102,7 @@ static int calibrate(const calibrate_options *o, const char *model_name, const c
         .progress = phases_show,
         .warn = phases_warn,
     };
-    if (runner_load_model(&model, model_path, &error) != OSCAR_OK) return cli_error("%s", error.message);
+    if (runner_load_model(&model, model_path, (int32_t)o->gpu_layers, &error) != OSCAR_OK) return cli_error("%s", error.message);
     oscar_rotations *ours = NULL, *zoo = NULL;
     fit_report report;
     oscar_status status = zoo_alone ? fit_model_zoo(model, &options, &zoo, &report, &error)
@@ -132,6 +132,7 @@ int cmd_calibrate(int argc, char **argv) {
         {"zoo-output", 0, CLI_STRING, &o.zoo_output, "FILE", "write the published recipe of the same statistics too"},
         {"seed", 0, CLI_INT, &o.seed, "N", "seed of the text that the model writes (default 1)"},
         {"threads", 't', CLI_INT, &o.threads, "N", "threads (default: all cores)"},
+        CLI_GPU_LAYERS_OPTION(&o.gpu_layers),
         {"json", 0, CLI_FLAG, &o.json, NULL, "print what was chosen as JSON"},
     };
     const cli_spec spec = {
@@ -157,6 +158,8 @@ int cmd_calibrate(int argc, char **argv) {
     if (o.pairs > OSCAR_MAX_HEAD_DIM / 2) return cli_usage_error(&spec, "--pairs is %lld, expected at most %d", (long long)o.pairs, OSCAR_MAX_HEAD_DIM / 2);
     if (o.bits_budget != 0 && (o.bits_budget < 2 || o.bits_budget > 4))
         return cli_usage_error(&spec, "--bits-budget is %g, expected 2 to 4", o.bits_budget);
+    stop = cli_gpu_layers_check(&spec, o.gpu_layers);
+    if (stop != CLI_CONTINUE) return stop;
     char model_path[CLI_PATH_MAX], output[CLI_PATH_MAX];
     stop = cli_model_path(args.arg[0], model_path);
     if (stop == CLI_CONTINUE && !o.output) stop = cli_rotations_output(model_path, output);

@@ -14,7 +14,7 @@
 
 typedef struct eval_options {
     const char *rotations, *zoo, *text, *methods, *calibration_text;
-    int64_t context, chunks, skip, sink, recent, calibration_tokens, threads;
+    int64_t context, chunks, skip, sink, recent, calibration_tokens, threads, gpu_layers;
     const char *weights;
     bool json;
 } eval_options;
@@ -98,6 +98,7 @@ static json_t *report_json(const char *model, const eval_options *o, const eval_
     json_object_set_new(out, "sink", json_integer(o->sink));
     json_object_set_new(out, "recent", json_integer(o->recent));
     json_object_set_new(out, "weights", json_string(o->weights));
+    json_object_set_new(out, "gpu_layers", json_integer(o->gpu_layers));
     json_object_set_new(out, "scored", json_integer(r->n_scored));
     json_object_set_new(out, "methods", methods);
     return out;
@@ -124,7 +125,7 @@ static oscar_status prepare(const eval_options *o, const char *model_path, const
     char widened[CLI_PATH_MAX];
     bool widen = strcmp(o->weights, "f32") == 0;
     if (status == OSCAR_OK && widen) status = float_copy(model_path, widened, error);
-    if (status == OSCAR_OK) status = runner_load_model(&in->model, widen ? widened : model_path, error);
+    if (status == OSCAR_OK) status = runner_load_model(&in->model, widen ? widened : model_path, (int32_t)o->gpu_layers, error);
     if (status == OSCAR_OK) status = read_text(o, in, error);
     if (status == OSCAR_OK && needs(in, METHOD_ZOO)) status = find_zoo(o, in, error);
     return status;
@@ -162,7 +163,7 @@ static int check_numbers(const cli_spec *spec, const eval_options *o) {
     if (o->sink > 1 << 24 || o->recent > 1 << 24) return cli_usage_error(spec, "--sink and --recent must be at most %d", 1 << 24);
     if (o->calibration_tokens != 0 && o->calibration_tokens < FIT_TOKENS_LEAST)
         return cli_usage_error(spec, "--calibration-tokens is %lld, expected at least %d", (long long)o->calibration_tokens, FIT_TOKENS_LEAST);
-    return CLI_CONTINUE;
+    return cli_gpu_layers_check(spec, o->gpu_layers);
 }
 
 int cmd_eval(int argc, char **argv) {
@@ -181,6 +182,7 @@ int cmd_eval(int argc, char **argv) {
         {"recent", 0, CLI_INT, &o.recent, "N", "last tokens kept in BF16 (default 256)"},
         {"weights", 0, CLI_STRING, &o.weights, "f32|as-is", "f32 (default): run a float32 copy of the model, made once\nin the cache folder. With quantised weights ggml rounds\nactivations to 8 bits, and the least change of the cache\nhas a KL of its own (method bf16 shows it); as-is: do so"},
         {"threads", 't', CLI_INT, &o.threads, "N", "threads (default: all cores)"},
+        CLI_GPU_LAYERS_OPTION(&o.gpu_layers),
         {"json", 0, CLI_FLAG, &o.json, NULL, "print JSON"},
     };
     const cli_spec spec = {

@@ -63,7 +63,8 @@ int cmd_run(int argc, char **argv) {
                  "(`oscar run MODEL -- --help` prints llama-cli's own). The most used:\n"
                  "  -p TEXT     the prompt          -st        answer it and leave\n"
                  "  -n N        tokens to write     -c N       context size in tokens\n"
-                 "  -t N        threads             --temp T   0 takes the likeliest token each time",
+                 "  -t N        threads             --temp T   0 takes the likeliest token each time\n"
+                 "  -ngl N      layers on a GPU, where llama.cpp was built for one; attention stays on the CPU",
         .examples = "  oscar run smollm2-135m\n"
                     "  oscar run smollm2-135m -st -p \"Why is the sky blue?\" -n 100\n"
                     "  oscar run model.gguf --kv f32 -st -p \"The same, exactly\"",
@@ -87,7 +88,8 @@ int cmd_serve(int argc, char **argv) {
                  "first. Options that are not listed here go to llama-server as they are, and so does\n"
                  "everything after `--`. The most used:\n"
                  "  --host A    address (127.0.0.1)  --port N    port (8080)\n"
-                 "  -np N       requests at a time   -c N        context size in tokens, of all requests",
+                 "  -np N       requests at a time   -c N        context size in tokens, of all requests\n"
+                 "  -ngl N      layers on a GPU, where llama.cpp was built for one; attention stays on the CPU",
         .examples = "  oscar serve smollm2-135m --port 8080 -np 4 -c 32768\n"
                     "  oscar serve model.gguf --kv-memory 2G --recent 512",
         .options = options,

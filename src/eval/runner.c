@@ -22,14 +22,23 @@ int32_t runner_threads(int64_t wanted) {
     return cores > 0 ? (int32_t)cores : 1;
 }
 
-oscar_status runner_load_model(struct llama_model **out, const char *path, oscar_error *error) {
+/* libllama ignores layers for a GPU that it was not built for. */
+static oscar_status check_gpu(int32_t n_gpu_layers, oscar_error *error) {
+    if (n_gpu_layers == 0 || llama_supports_gpu_offload()) return OSCAR_OK;
+    return error_set(error, OSCAR_ERROR_UNSUPPORTED, -1,
+                     "%d layers for a GPU: this llama.cpp has none, it was built without a GPU backend or finds no device", n_gpu_layers);
+}
+
+oscar_status runner_load_model(struct llama_model **out, const char *path, int32_t n_gpu_layers, oscar_error *error) {
     *out = NULL;
     llama_log_set(keep_errors, NULL);
     first_error[0] = '\0';
     if (access(path, R_OK) != 0) return error_set(error, OSCAR_ERROR_IO, -1, "cannot read %s: %s", path, strerror(errno));
     llama_backend_init();
+    oscar_status status = check_gpu(n_gpu_layers, error);
+    if (status != OSCAR_OK) return status;
     struct llama_model_params params = llama_model_default_params();
-    params.n_gpu_layers = 0;
+    params.n_gpu_layers = n_gpu_layers;
     *out = llama_model_load_from_file(path, params);
     if (!*out) return error_set(error, OSCAR_ERROR_FORMAT, -1, "%s: libllama cannot load it: %s", path, first_error);
     return OSCAR_OK;
@@ -43,7 +52,7 @@ oscar_status runner_init(runner *r, struct llama_model *model, int32_t n_ctx, in
     params.n_batch = params.n_ubatch = (uint32_t)n_batch;
     params.n_seq_max = 1;
     params.n_threads = params.n_threads_batch = n_threads;
-    params.offload_kqv = params.op_offload = false;
+    params.op_offload = false; /* what is on the CPU is computed there */
     oscar_status status = oscar_llama_prepare(&r->layer, model, &params, options, error);
     if (status != OSCAR_OK) return status;
     first_error[0] = '\0';

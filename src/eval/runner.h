@@ -7,9 +7,9 @@
 #include "base/base.h"
 #include "oscar/llama.h"
 
-/* Loads a GGUF file on the CPU. libllama's own messages are kept from the terminal; its first error
- * becomes part of the message. Errors: IO, FORMAT. */
-oscar_status runner_load_model(struct llama_model **out, const char *path, oscar_error *error);
+/* Loads a GGUF file, its last n_gpu_layers layers on a GPU. libllama's own messages are kept from the
+ * terminal; its first error becomes part of the message. Errors: IO, FORMAT, UNSUPPORTED (no GPU). */
+oscar_status runner_load_model(struct llama_model **out, const char *path, int32_t n_gpu_layers, oscar_error *error);
 
 /* One context under the layer. */
 typedef struct runner {

@@ -192,6 +192,7 @@ oscar_status call_layer_done(oscar_llama *layer, int32_t index, oscar_error *err
 int32_t call_end(oscar_llama *layer, int32_t result) {
     call_state *call = &layer->call;
     llama_synchronize(layer->ctx);
+    device_put_back(layer);
     call->active = false;
     if (!layer->failed && result == 0 && call->base != call->n_tokens) {
         error_set(&layer->error, OSCAR_ERROR_UNSUPPORTED, call->base,

@@ -6,6 +6,10 @@
  * no second thread pool competes with the first. A graph that is used again keeps its CUSTOM nodes.
  * Nodes are asked for a whole range before the first is computed, when their inputs hold nothing
  * yet and several layers wait; so all work happens in the node's turn.
+ *
+ * The scheduler has chosen the node's backend before. Where that is the CPU it also copies what the
+ * node reads from devices, and nothing differs. A node that is on a device ends its range there, and
+ * device.c computes it from copies.
  */
 #include <stdlib.h>
 
@@ -26,13 +30,13 @@ oscar_status hook_init(hook_layer *hook, oscar_error *error) {
     return OSCAR_OK;
 }
 
-static void fail(oscar_llama *layer, const oscar_error *error) {
+void hook_fail(oscar_llama *layer, const oscar_error *error) {
     if (!layer->failed) layer->error = *error;
     layer->failed = true;
 }
 
 /* What must hold for a node's pointers to mean what fill_step() takes them for. */
-static oscar_status check_node(const hook_layer *hook, const struct ggml_tensor *node, oscar_error *error) {
+oscar_status hook_check_node(const hook_layer *hook, const struct ggml_tensor *node, oscar_error *error) {
     const struct ggml_tensor *q = node->src[0], *k = node->src[1], *v = node->src[2], *sinks = node->src[4];
     const oscar_layer *shape = &hook->owner->shapes[hook->index];
     const call_state *call = &hook->owner->call;
@@ -68,7 +72,7 @@ static bool kv_dtype(enum ggml_type type, int32_t *out) {
 /* Row i of the inner cache holds token i of the call: it was empty when the call began, and a
  * unified cache is filled in the batch's order. */
 static oscar_status fill_step(hook_layer *hook, struct ggml_tensor *node, oscar_error *error) {
-    oscar_status status = check_node(hook, node, error);
+    oscar_status status = hook_check_node(hook, node, error);
     if (status) return status;
     const struct ggml_tensor *q = node->src[0], *k = node->src[1], *v = node->src[2];
     const call_state *call = &hook->owner->call;
@@ -113,12 +117,12 @@ static bool begin_node(hook_layer *hook, struct ggml_tensor *node) {
     if (layer->failed) return false;
     if (!layer->call.active) {
         error_set(&error, OSCAR_ERROR_ARGUMENT, -1, "llama_decode() was called in place of oscar_llama_decode()");
-        fail(layer, &error);
+        hook_fail(layer, &error);
         return false;
     }
     oscar_status status = fill_step(hook, node, &error);
     if (!status) status = oscar_step_prepare(layer->cache, hook->index, &hook->step, &error);
-    if (status) fail(layer, &error);
+    if (status) hook_fail(layer, &error);
     return status == OSCAR_OK;
 }
 
@@ -128,7 +132,7 @@ static void end_node(hook_layer *hook) {
     oscar_status status = oscar_step_finish(layer->cache, &error);
     if (!status && layer->observer) layer->observer(layer->observer_data, hook->index, &hook->step);
     if (!status) status = call_layer_done(layer, hook->index, &error);
-    if (status) fail(layer, &error);
+    if (status) hook_fail(layer, &error);
 }
 
 /* Called by each of ggml's threads; ggml waits for all of them after the node. */
@@ -148,31 +152,40 @@ static void run_node(struct ggml_tensor *node, int ith, int n_threads, void *use
     if (atomic_fetch_add(&hook->left, 1) + 1 == n_threads) end_node(hook);
 }
 
-static void turn_node(oscar_llama *layer, struct ggml_tensor *node) {
+/* True: the node is to be shown again when its range has been computed. */
+static bool turn_node(oscar_llama *layer, struct ggml_tensor *node) {
     int32_t n = probe_cache_layer(node->src[1]);
     oscar_error error = {0};
     if (n < 0 || layer->hook_of[n] < 0) {
         error_set(&error, OSCAR_ERROR_UNSUPPORTED, n,
                   "attention node \"%s\" was not there at the first call", node->name);
-        fail(layer, &error);
-        return;
+        hook_fail(layer, &error);
+        return false;
     }
     hook_layer *hook = &layer->hooks[layer->hook_of[n]];
     float scale_bias_cap[3];
     memcpy(scale_bias_cap, node->op_params, sizeof scale_bias_cap);
     hook->scale = scale_bias_cap[0];
     hook->softcap = scale_bias_cap[2];
+    if (layer->all_on_device || !device_is_host(node)) return device_begin(hook, node);
     memcpy(node->op_params, hook->op_params, sizeof hook->op_params);
     node->op = GGML_OP_CUSTOM;
+    return false;
 }
 
 bool hook_callback(struct ggml_tensor *node, bool ask, void *user_data) {
     oscar_llama *layer = user_data;
-    bool chained = layer->user_callback && !layer->probe;
-    if (!ask) return chained ? layer->user_callback(node, false, layer->user_callback_data) : true;
+    bool chained = layer->user_callback && !layer->probe, ours = false;
+    if (!ask) {
+        ours = device_end(layer, node);
+        bool theirs = chained && (!ours || layer->user_waits);
+        return theirs ? layer->user_callback(node, false, layer->user_callback_data) : true;
+    }
     if (layer->probe)
         probe_see(layer, node);
     else if (layer->call.active && node->op == GGML_OP_FLASH_ATTN_EXT)
-        turn_node(layer, node);
-    return chained && layer->user_callback(node, true, layer->user_callback_data);
+        ours = turn_node(layer, node);
+    bool theirs = chained && layer->user_callback(node, true, layer->user_callback_data);
+    if (ours) layer->user_waits = theirs;
+    return ours || theirs;
 }

@@ -96,7 +96,6 @@ static void edit_params(oscar_llama *layer, struct llama_context_params *params)
     params->swa_full = true;
     params->flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     params->type_k = params->type_v = GGML_TYPE_F16;
-    params->offload_kqv = false;
     params->cb_eval = hook_callback;
     params->cb_eval_user_data = layer;
 }
@@ -159,6 +158,7 @@ void oscar_llama_free(oscar_llama *layer) {
     pthread_mutex_unlock(&table_lock);
     stats_end(layer);
     call_free(&layer->call);
+    device_free(layer->device);
     oscar_cache_free(layer->cache);
     oscar_rotations_free(layer->owned_rotations);
     free(layer->shapes);

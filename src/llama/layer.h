@@ -3,8 +3,8 @@
  *
  * A call (one llama_decode()) goes through the files in this order: batch.c checks positions and
  * reserves room, probe.c finds the model's attention layers (first call only), the inner
- * llama_decode() computes the graph, hook.c answers its attention nodes from the cache, batch.c
- * counts the tokens in. memory.c and state.c act between calls, sizing.c makes the cache, stats.c
+ * llama_decode() computes the graph, hook.c answers its attention nodes from the cache (device.c
+ * those that are on a device), batch.c counts the tokens in. memory.c and state.c act between calls, sizing.c makes the cache, stats.c
  * tells operators what it holds.
  */
 #ifndef OSCAR_LLAMA_LAYER_H
@@ -60,6 +60,7 @@ typedef struct call_state {
 } call_state;
 
 struct probe;
+struct device_step;
 
 struct oscar_llama {
     const struct llama_model *model;
@@ -77,6 +78,7 @@ struct oscar_llama {
     bool unified; /* sequences share n_ctx, instead of having n_ctx_seq each */
     ggml_backend_sched_eval_callback user_callback;
     void *user_callback_data;
+    bool user_waits; /* the caller's callback wants the node that device.c computes */
     struct probe *probe; /* while probing */
     bool refused;        /* the first call found something unsupported; error says what */
     int32_t n_layers;
@@ -86,6 +88,9 @@ struct oscar_llama {
     oscar_cache *cache;
     call_state call;
     spin_barrier barrier; /* of the threads in a custom node */
+    int32_t n_device_layers;   /* whose attention nodes are on a device, or read from one */
+    struct device_step *device; /* NULL until a node on a device is met */
+    bool all_on_device;         /* every node is treated as if it were: tests on machines without one */
     bool failed;          /* a node of this call failed; written by one thread at a time */
     bool told_rollback;
     oscar_error error;
@@ -134,12 +139,30 @@ oscar_status probe_run(oscar_llama *layer, oscar_error *error);
 void probe_see(oscar_llama *layer, struct ggml_tensor *node);
 /* N of a view of "cache_k_l<N>"; -1 when the tensor is none. */
 int32_t probe_cache_layer(const struct ggml_tensor *tensor);
+/* The node that ggml's scheduler copied to make the tensor, or the tensor itself where it is no copy. A
+ * graph may use a name again: the last node that has it is the one that a later node reads. NULL: none has. */
+const struct ggml_tensor *probe_original(const struct ggml_tensor *const *nodes, int32_t n, const struct ggml_tensor *tensor);
 /* What a ROPE node does to a row; OSCAR_ERROR_UNSUPPORTED for M-RoPE and context-dependent factors. */
 oscar_status probe_read_rope(const struct ggml_tensor *node, oscar_rope *rope, oscar_error *error);
 
 /* hook.c */
 bool hook_callback(struct ggml_tensor *node, bool ask, void *layer);
 oscar_status hook_init(hook_layer *hook, oscar_error *error);
+/* The first error of a call, which ends it. */
+void hook_fail(oscar_llama *layer, const oscar_error *error);
+/* Whether a node's shapes and types are those that the layer expects; batch position call.base. */
+oscar_status hook_check_node(const hook_layer *hook, const struct ggml_tensor *node, oscar_error *error);
+
+/* device.c: attention nodes that ggml's scheduler gave to a device. */
+bool device_is_host(const struct ggml_tensor *node); /* the node's result is in the host's memory */
+bool device_is_meta(const struct ggml_tensor *node); /* the node is split over several devices */
+/* Takes the node out of the device's graph; false, with the call failed, when there is no memory for copies. */
+bool device_begin(hook_layer *hook, struct ggml_tensor *node);
+/* Whether the node is the one taken out; if so, computes it on the host and puts it back. */
+bool device_end(oscar_llama *layer, struct ggml_tensor *node);
+/* Puts back a node whose turn did not come, because its range failed. */
+void device_put_back(oscar_llama *layer);
+void device_free(struct device_step *device);
 
 /* batch.c: call_clear, call_add for every token, call_begin, the inner call, call_end. */
 void call_clear(oscar_llama *layer);

@@ -16,28 +16,59 @@ typedef struct probe_layer {
     bool written; /* a node stores keys in the inner cache */
     int32_t n_reads; /* attention nodes in this graph */
     bool window_seen, far_visible, near_visible;
+    bool on_device; /* what attention reads is not in the host's memory, or was copied to it */
     oscar_layer shape;
 } probe_layer;
 
 struct probe {
     bool windows; /* the query of the window test is being computed */
     oscar_error error;
+    const struct ggml_tensor **seen; /* [n_seen] nodes of the graph so far */
+    int32_t n_seen, seen_capacity;
     probe_layer layers[OSCAR_MAX_LAYERS];
 };
+
+/* What a node reads from another backend is a copy that ggml's scheduler made: a tensor without sources,
+ * named "BACKEND#NAME#N". False, with an empty name, for any other tensor. */
+static bool copied_name(const struct ggml_tensor *tensor, char name[GGML_MAX_NAME]) {
+    const char *first = strchr(tensor->name, '#'), *last = strrchr(tensor->name, '#');
+    name[0] = '\0';
+    if (tensor->op != GGML_OP_NONE || tensor->src[0] || tensor->view_src || !first || first == last) return false;
+    snprintf(name, GGML_MAX_NAME, "%.*s", (int)(last - first - 1), first + 1);
+    return true;
+}
 
 int32_t probe_cache_layer(const struct ggml_tensor *tensor) {
     for (int depth = 0; tensor && depth < 8; depth++) {
         int n;
-        if (sscanf(tensor->name, "cache_k_l%d", &n) == 1 && n >= 0 && n < OSCAR_MAX_LAYERS) return n;
+        char name[GGML_MAX_NAME];
+        const char *text = copied_name(tensor, name) ? name : tensor->name;
+        if (sscanf(text, "cache_k_l%d", &n) == 1 && n >= 0 && n < OSCAR_MAX_LAYERS) return n;
         tensor = tensor->view_src ? tensor->view_src : tensor->src[0];
     }
     return -1;
 }
 
+const struct ggml_tensor *probe_original(const struct ggml_tensor *const *nodes, int32_t n, const struct ggml_tensor *tensor) {
+    char name[GGML_MAX_NAME];
+    if (!copied_name(tensor, name)) return tensor;
+    for (int32_t i = n - 1; i >= 0; i--)
+        if (strcmp(nodes[i]->name, name) == 0 && nodes[i]->type == tensor->type && ggml_are_same_shape(nodes[i], tensor))
+            return nodes[i];
+    return NULL;
+}
+
 /* The ROPE node that a key row comes from, through what keeps its pairs: views of the whole and
  * scaling by one number a row. NULL when another operation came after it, or none at all. */
-static const struct ggml_tensor *find_rope(const struct ggml_tensor *tensor) {
+static const struct ggml_tensor *find_rope(struct probe *probe, const struct ggml_tensor *tensor) {
     for (int depth = 0; tensor && depth < 16; depth++) {
+        const struct ggml_tensor *copy = tensor;
+        tensor = probe_original(probe->seen, probe->n_seen, copy);
+        if (!tensor) {
+            error_set(&probe->error, OSCAR_ERROR_UNSUPPORTED, -1,
+                      "tensor \"%s\" comes from another device, and no node of that name was computed", copy->name);
+            return NULL;
+        }
         switch (tensor->op) {
         case GGML_OP_ROPE:
             return tensor;
@@ -129,8 +160,9 @@ oscar_status probe_read_rope(const struct ggml_tensor *node, oscar_rope *rope, o
 static void see_write(struct probe *probe, const struct ggml_tensor *node, int32_t n) {
     probe_layer *l = &probe->layers[n];
     l->written = true;
-    if (!probe->windows && !probe->error.status)
-        probe_read_rope(find_rope(node->src[0]), &l->shape.rope, &probe->error);
+    if (probe->windows || probe->error.status) return;
+    const struct ggml_tensor *rope = find_rope(probe, node->src[0]);
+    if (!probe->error.status) probe_read_rope(rope, &l->shape.rope, &probe->error);
 }
 
 static bool mask_visible(const struct ggml_tensor *mask, int64_t cell) {
@@ -151,6 +183,13 @@ static void see_attention(struct probe *probe, const struct ggml_tensor *node) {
     }
     probe_layer *l = &probe->layers[n];
     l->n_reads++;
+    char name[GGML_MAX_NAME];
+    l->on_device = !device_is_host(node) || copied_name(q, name);
+    if (device_is_meta(node)) {
+        error_set(&probe->error, OSCAR_ERROR_UNSUPPORTED, n,
+                  "layer %d: its heads are split over devices (-sm tensor); expected whole layers on a device (-sm layer)", n);
+        return;
+    }
     if (probe->windows) {
         l->window_seen = mask && mask->ne[0] >= 2;
         if (!l->window_seen) return;
@@ -174,9 +213,24 @@ static void see_attention(struct probe *probe, const struct ggml_tensor *node) {
                   n, (double)param(node, 1));
 }
 
+static bool keep_seen(struct probe *probe, const struct ggml_tensor *node) {
+    if (probe->n_seen == probe->seen_capacity) {
+        int32_t wanted = 2 * probe->seen_capacity + 1024;
+        const struct ggml_tensor **grown = realloc(probe->seen, (size_t)wanted * sizeof *grown);
+        if (!grown) {
+            error_set(&probe->error, OSCAR_ERROR_MEMORY, -1, "no memory for %d nodes", wanted);
+            return false;
+        }
+        probe->seen = grown;
+        probe->seen_capacity = wanted;
+    }
+    probe->seen[probe->n_seen++] = node;
+    return true;
+}
+
 void probe_see(oscar_llama *layer, struct ggml_tensor *node) {
     struct probe *probe = layer->probe;
-    if (probe->error.status) return;
+    if (probe->error.status || !keep_seen(probe, node)) return;
     if (node->op == GGML_OP_SET_ROWS) {
         int32_t n = probe_cache_layer(node);
         if (n >= 0) see_write(probe, node, n);
@@ -195,6 +249,7 @@ static oscar_status compute(oscar_llama *layer, int32_t n, llama_pos position, l
     int8_t logits[2] = {0, 0};
     struct llama_batch batch = {n, tokens, NULL, positions, n_seq_id, seq_id, logits};
     for (int i = 0; i < OSCAR_MAX_LAYERS; i++) layer->probe->layers[i].n_reads = 0;
+    layer->probe->n_seen = 0;
     int32_t result = inner.decode(layer->ctx, batch);
     if (layer->probe->error.status) {
         if (error) *error = layer->probe->error;
@@ -263,6 +318,7 @@ static oscar_status keep_layers(oscar_llama *layer, oscar_error *error) {
         int32_t i = layer->hook_of[n];
         if (i < 0) continue;
         layer->shapes[i] = layer->probe->layers[n].shape;
+        layer->n_device_layers += layer->probe->layers[n].on_device;
         layer->hooks[i].owner = layer;
         layer->hooks[i].index = i;
         layer->hooks[i].model_layer = n;
@@ -285,6 +341,7 @@ oscar_status probe_run(oscar_llama *layer, oscar_error *error) {
     if (!status) status = keep_layers(layer, error);
     llama_set_n_threads(layer->ctx, n_threads, n_batch);
     inner.memory_clear(layer->memory, true);
+    free(layer->probe->seen);
     free(layer->probe);
     layer->probe = NULL;
     llama_perf_context_reset(layer->ctx);

@@ -163,6 +163,9 @@ static void announce(const oscar_llama *layer, uint32_t asked) {
     }
     layer_log(layer, "KV cache of %u sequence%s of up to %u tokens%s%s", layer->n_seq_max,
               layer->n_seq_max == 1 ? "" : layer->unified ? "s that share their room, each" : "s, each", layer->n_ctx_seq, less, fit);
+    if (layer->n_device_layers > 0)
+        layer_log(layer, "%d of %d layers are on a device: their attention runs on this machine's cores, with copies of queries, "
+                  "keys, values and results", layer->n_device_layers, layer->n_layers);
 }
 
 oscar_status layer_create_cache(oscar_llama *layer, oscar_error *error) {
