@@ -27,30 +27,35 @@ template <int D, int THREADS, int ROWS, class F>
 DEVICE void load_residuals(const AppendParams &p, const AppendSide &from, int side, int head, int first, float *out,
                            F flood) {
     static_assert(THREADS % D == 0, "a thread has one channel");
-    constexpr int PITCH = ROWS + 4, N = ROWS * D / THREADS;
+    constexpr int PITCH = ROWS + 4, ALL = ROWS * D / THREADS, N = ALL < 16 ? ALL : 16;
     const int j = threadIdx.x % D, row0 = threadIdx.x / D;
-    size_t at[N];
-    uint32_t v[N];
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        const int token = min(first + row0 + k * (THREADS / D), p.n_tokens - 1);
-        at[k] = (static_cast<size_t>(token) * p.n_kv_heads + head) * D + j;
-    }
     const int own_row = threadIdx.x % ROWS; /* of tracked pairs */
     const int position = load_int(p.positions + min(first + own_row, p.n_tokens - 1));
-    load_inputs<N>(from.in, at, p.dtype, v);
-    const float mean = from.mean ? __ldg(from.mean + head * D + j) : 0.0f;
-    flood();
-    /* The mean of the thread's first pair while the rows are on their way. */
     const bool biased = side == 0 && p.n_tracked > 0;
     TrackedMean tracked = {};
-    if (biased && threadIdx.x / ROWS < p.n_tracked) tracked = tracked_mean(p, head, threadIdx.x / ROWS, position);
+#pragma unroll 1
+    for (int k0 = 0; k0 < ALL; k0 += N) {
+        size_t at[N];
+        uint32_t v[N];
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-        const int row = row0 + k * (THREADS / D);
-        float x = input_value(v[k], p.dtype);
-        if (from.mean) x = x - mean;
-        out[j * PITCH + row] = first + row < p.n_tokens ? x : 0.0f;
+        for (int k = 0; k < N; k++) {
+            const int token = min(first + row0 + (k0 + k) * (THREADS / D), p.n_tokens - 1);
+            at[k] = (static_cast<size_t>(token) * p.n_kv_heads + head) * D + j;
+        }
+        load_inputs<N>(from.in, at, p.dtype, v);
+        const float mean = from.mean ? __ldg(from.mean + head * D + j) : 0.0f;
+        if (k0 == 0) {
+            flood();
+            /* The mean of the thread's first pair while the rows are on their way. */
+            if (biased && threadIdx.x / ROWS < p.n_tracked) tracked = tracked_mean(p, head, threadIdx.x / ROWS, position);
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const int row = row0 + (k0 + k) * (THREADS / D);
+            float x = input_value(v[k], p.dtype);
+            if (from.mean) x = x - mean;
+            out[j * PITCH + row] = first + row < p.n_tokens ? x : 0.0f;
+        }
     }
     __syncthreads();
     if (!biased) return;
@@ -237,34 +242,27 @@ DEVICE void code_row(const AppendParams &p, const AppendMetric &metric, float *r
 
 /* --- the overlay --------------------------------------------------------------------------------- */
 
-/* Stores a warp's rows [N, STRIDE] of tokens `token` on in the overlay. A row that is not finite is reported and becomes
- * zeros. CODES: leaves what is quantised. */
-template <int D, bool CODES, int N>
-DEVICE void keep_rows(const AppendParams &p, const AppendSide &from, float *rows, const RowPlace (&at)[N], const int (&slot)[N],
-                      int head, int token) {
+/* A warp stores a token's row in the overlay; to: its place there, NULL for no row. A row that is not finite is reported
+ * and becomes zeros. CODES: leaves what is quantised. */
+template <int D, bool CODES> DEVICE void keep_row(const AppendParams &p, float *row, uint16_t *to, int token) {
     constexpr int OWN = D / 32;
     const int lane = threadIdx.x & 31;
+    float *x = row + OWN * lane, v[OWN];
+    bool finite = true;
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-        float *x = rows + k * Row<D>::STRIDE + OWN * lane, v[OWN];
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = x[i];
-            finite = finite && fabsf(v[i]) <= FLT_MAX;
-        }
-        finite = __all_sync(FULL_WARP, finite);
-        if (!finite && at[k].valid && lane == 0 && p.bad_token) atomicMin(p.bad_token, token + k);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) v[i] = finite ? v[i] : 0.0f;
-        uint16_t *to = overlay_of<D>(p, from, at[k], slot[k], head) + OWN * lane;
-#pragma unroll
-        for (int i = 0; i < OWN; i += 2)
-            if (at[k].valid) *reinterpret_cast<uint32_t *>(to + i) = pack_bf162(v[i], v[i + 1]);
-#pragma unroll
-        for (int i = 0; i < OWN && CODES; i++) x[i] = fminf(fmaxf(v[i], -ROW_LIMIT), ROW_LIMIT);
+    for (int i = 0; i < OWN; i++) {
+        v[i] = x[i];
+        finite = finite && fabsf(v[i]) <= FLT_MAX;
     }
-    __syncwarp();
+    finite = __all_sync(FULL_WARP, finite);
+    if (!finite && to && lane == 0 && p.bad_token) atomicMin(p.bad_token, token);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) v[i] = finite ? v[i] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN; i += 2)
+        if (to) *reinterpret_cast<uint32_t *>(to + OWN * lane + i) = pack_bf162(v[i], v[i + 1]);
+#pragma unroll
+    for (int i = 0; i < OWN && CODES; i++) x[i] = fminf(fmaxf(v[i], -ROW_LIMIT), ROW_LIMIT);
 }
 
 /* Fetches what is quantised of a row from the overlay, by sixteen lanes. */
@@ -335,10 +333,84 @@ __global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __
         if (STAGED && first) asm volatile("cp.async.wait_group 0;" ::: "memory");
         first = false;
         __syncthreads(); /* residuals become scratch, the metric is there */
-        keep_rows<D, CODES>(p, from, own, at, slot, head, token + warp * ROWS_A_WARP);
+#pragma unroll
+        for (int k = 0; k < ROWS_A_WARP; k++) {
+            uint16_t *to = at[k].valid ? overlay_of<D>(p, from, at[k], slot[k], head) : nullptr;
+            keep_row<D, CODES>(p, own + k * Row<D>::STRIDE, to, token + warp * ROWS_A_WARP + k);
+        }
+        __syncwarp();
         if constexpr (CODES) {
             const RowPlace mine = !WIDE && threadIdx.x & 16 ? at[ROWS_A_WARP - 1] : at[0];
             code_row<D, WIDE>(p, metric_of<D>(STAGED ? shared + D * D : packed), turned, residuals, part.side, head, mine);
+        }
+        __syncthreads();
+    }
+}
+
+/* Chunks at head_dim 128, without codes: a thread has eight channels of eight rows, so that reading the rows and the
+ * rotation from shared memory takes no longer than the products. */
+struct ChunkShape {
+    static constexpr int D = 128, THREADS = 128, ROWS = 64, PITCH = ROWS + 4;
+    static constexpr int RESIDUALS = D * PITCH, TURNED = ROWS * Row<D>::STRIDE; /* in the same place */
+    static constexpr int FLOATS = D * D + (RESIDUALS > TURNED ? RESIDUALS : TURNED);
+};
+
+/* Thread (a, b) of 8 x 16 turns rows 8 a .. 8 a + 7 to channels 4 b .. 4 b + 3 and 64 + those. */
+DEVICE void turn_chunk(const float *rotation, const float *residuals, float (&sum)[8][8]) {
+    const float *u = rotation + 4 * (threadIdx.x % 16), *rows = residuals + threadIdx.x / 16 * 8;
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) sum[r][c] = 0;
+#pragma unroll 4
+    for (int i = 0; i < ChunkShape::D; i++) {
+        const float4 u0 = load4(u + i * ChunkShape::D), u1 = load4(u + i * ChunkShape::D + 64);
+        const float4 x0 = load4(rows + i * ChunkShape::PITCH), x1 = load4(rows + i * ChunkShape::PITCH + 4);
+        const float x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+        const float v[8] = {u0.x, u0.y, u0.z, u0.w, u1.x, u1.y, u1.z, u1.w};
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int c = 0; c < 8; c++) sum[r][c] = fmaf(x[r], v[c], sum[r][c]);
+    }
+}
+
+__global__ void __launch_bounds__(ChunkShape::THREADS, 2) append_chunk_kernel(const __grid_constant__ AppendParams p) {
+    using C = ChunkShape;
+    constexpr int OWN = C::ROWS / (C::THREADS / 32); /* rows of a warp */
+    extern __shared__ __align__(16) float shared[];
+    const Part part(p);
+    const AppendSide &from = p.side[part.side];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, b = threadIdx.x % 16, row0 = threadIdx.x / 16 * 8;
+    float *rows = shared + C::D * C::D;
+    if (from.rotation) stage(shared, from.rotation + static_cast<size_t>(part.head) * C::D * C::D, C::D * C::D, C::THREADS);
+    let_next_kernel_start();
+    wait_for_kernel_before();
+#pragma unroll 1
+    for (int token = part.group * C::ROWS; token < p.n_tokens; token += from.n_ctas * C::ROWS) {
+        const RowPlace at = place_of_token(p, token + OWN * warp + lane % OWN);
+        const int slot = slot_of(p, at);
+        load_residuals<C::D, C::THREADS, C::ROWS>(p, from, part.side, part.head, token, rows, [] {});
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+        float sum[8][8];
+        if (from.rotation)
+            turn_chunk(shared, rows, sum);
+        else
+#pragma unroll
+            for (int k = 0; k < 64; k++) sum[k / 8][k % 8] = rows[(k % 8 / 4 * 64 + 4 * b + k % 4) * C::PITCH + row0 + k / 8];
+        __syncthreads(); /* turned rows take the residuals' place */
+#pragma unroll
+        for (int k = 0; k < 64; k++)
+            rows[(row0 + k / 8) * Row<C::D>::STRIDE + k % 8 / 4 * 64 + 4 * b + k % 4] = round_bf16(sum[k / 8][k % 8]);
+        __syncthreads();
+        const unsigned long long to =
+            reinterpret_cast<unsigned long long>(at.valid ? overlay_of<C::D>(p, from, at, slot, part.head) : nullptr);
+#pragma unroll 4
+        for (int k = 0; k < OWN; k++) {
+            const int row = OWN * warp + k;
+            keep_row<C::D, false>(p, rows + row * Row<C::D>::STRIDE,
+                                  reinterpret_cast<uint16_t *>(__shfl_sync(FULL_WARP, to, k)), token + row);
         }
         __syncthreads();
     }
@@ -395,18 +467,24 @@ template <int D, int THREADS, bool STAGED> static AppendPlan plan_settle() {
 
 static int groups_of(const AppendPlan &plan, int n_rows) { return (n_rows + plan.n_rows - 1) / plan.n_rows; }
 
-/* A row a lane: when the keys of so many rows occupy half of the multiprocessors. */
-static bool plan_lanes(const oscar_cuda_layer *layer, void (*kernel)(const AppendParams), int n_rows, AppendPlan *plan) {
-    *plan = {kernel, 32 * LanesShape::WARPS, LanesShape::ROWS, LanesShape::FLOATS * sizeof(float)};
+/* A row a lane, made of the overlay: when so many rows occupy half of the multiprocessors. */
+static bool plan_lanes(const oscar_cuda_layer *layer, int n_rows, AppendPlan *plan, AppendParams *p) {
+    const int words = LanesShape::WORDS + (layer->v_metric_lanes ? LAYOUT_LANES_METRIC_FLOATS : 0);
+    *plan = {code_lanes_kernel, 64 * LanesShape::SIDE_WARPS, LanesShape::ROWS, words * sizeof(uint32_t)};
+    const int groups = groups_of(*plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
+    p->side[0].n_ctas = p->side[1].n_ctas = groups < most || most < 1 ? groups : most; /* one has both sides */
     return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT &&
-           2 * groups_of(*plan, n_rows) * layer->n_kv_heads >= layer->n_multiprocessors &&
-           plan->shared_bytes <= (size_t)layer->shared_max;
+           2 * groups * layer->n_kv_heads >= layer->n_multiprocessors && plan->shared_bytes <= (size_t)layer->shared_max;
 }
 
 /* Few tokens: small CTAs, so that a row's chain of operations has a scheduler to itself. */
 template <bool CODES> static AppendPlan plan_for_append(const oscar_cuda_layer *layer, int n_tokens) {
     if (layer->head_dim == 256) return plan_append<256, 256, false, CODES>();
     if (layer->head_dim == 64) return n_tokens <= 64 ? plan_append<64, 128, true, CODES>() : plan_append<64, 512, true, CODES>();
+    if (n_tokens >= 2 * ChunkShape::ROWS && !CODES) {
+        const AppendPlan chunk = {append_chunk_kernel, ChunkShape::THREADS, ChunkShape::ROWS, ChunkShape::FLOATS * sizeof(float)};
+        if (chunk.shared_bytes <= (size_t)layer->shared_max) return chunk;
+    }
     const AppendPlan plan = n_tokens <= 64 ? plan_append<128, 128, true, CODES, true>() : plan_append<128, 512, true, CODES>();
     return plan.shared_bytes <= (size_t)layer->shared_max ? plan : plan_append<128, 128, false, CODES>();
 }
@@ -457,11 +535,25 @@ static AppendParams params_of(const oscar_cuda_layer *layer, void *overlay_k, vo
     return p;
 }
 
-static oscar_status launch_append(const oscar_cuda_layer *layer, const AppendPlan &plan, AppendParams *p,
+static oscar_status launch_append(const oscar_cuda_layer *layer, const AppendPlan &plan, int n_ctas, AppendParams *p,
                                   oscar_cuda_stream stream, const char *what, oscar_error *error) {
-    const int n_ctas = layer->n_kv_heads * (p->side[0].n_ctas + p->side[1].n_ctas);
-    const LayerLaunch launch = {dim3(n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
+    const LayerLaunch launch = {dim3(n_ctas * layer->n_kv_heads), plan.n_threads, plan.shared_bytes, layer->bulk};
     return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, p, stream, what, error);
+}
+
+/* Overlay rows, and codes unless they come later: of many tokens in a second launch, since turning rows and quantising
+ * them want different shapes. */
+static oscar_status launch_tokens(const oscar_cuda_layer *layer, bool codes, AppendParams *p, oscar_cuda_stream stream,
+                                  oscar_error *error) {
+    AppendPlan lanes;
+    AppendParams code = *p;
+    const bool apart = codes && plan_lanes(layer, p->n_tokens, &lanes, &code), together = codes && !apart;
+    const AppendPlan plan = together ? plan_for_append<true>(layer, p->n_tokens) : plan_for_append<false>(layer, p->n_tokens);
+    spread(layer, groups_of(plan, p->n_tokens), together, p);
+    oscar_status status = launch_append(layer, plan, p->side[0].n_ctas + p->side[1].n_ctas, p, stream, "append launch", error);
+    if (status == OSCAR_OK && apart)
+        status = launch_append(layer, lanes, code.side[0].n_ctas, &code, stream, "append launch of codes", error);
+    return status;
 }
 
 oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *a, oscar_cuda_stream stream,
@@ -489,14 +581,7 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
     p.bad_token = a->bad_token;
     p.n_tokens = a->n_tokens;
     p.dtype = a->dtype;
-    AppendPlan plan;
-    if (codes && plan_lanes(layer, append_lanes_kernel, a->n_tokens, &plan)) {
-        p.side[0].n_ctas = p.side[1].n_ctas = groups_of(plan, a->n_tokens);
-    } else {
-        plan = codes ? plan_for_append<true>(layer, a->n_tokens) : plan_for_append<false>(layer, a->n_tokens);
-        spread(layer, groups_of(plan, a->n_tokens), codes, &p);
-    }
-    return launch_append(layer, plan, &p, stream, "append launch", error);
+    return launch_tokens(layer, codes, &p, stream, error);
 }
 
 oscar_status oscar_cuda_settle(const oscar_cuda_layer *layer, const oscar_cuda_settle_args *a, oscar_cuda_stream stream,
@@ -518,12 +603,9 @@ oscar_status oscar_cuda_settle(const oscar_cuda_layer *layer, const oscar_cuda_s
     const int64_t expected = (int64_t)a->n_seqs * a->n_positions;
     const int n_rows = (int)(expected < 1 << 24 ? expected : 1 << 24);
     AppendPlan plan;
-    if (plan_lanes(layer, settle_lanes_kernel, n_rows, &plan)) {
-        const int groups = groups_of(plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
-        p.side[0].n_ctas = p.side[1].n_ctas = groups < most || most < 1 ? groups : most;
-    } else {
-        plan = plan_for_settle(layer);
-        spread(layer, groups_of(plan, n_rows), true, &p);
-    }
-    return launch_append(layer, plan, &p, stream, "settle launch", error);
+    if (plan_lanes(layer, n_rows, &plan, &p))
+        return launch_append(layer, plan, p.side[0].n_ctas, &p, stream, "settle launch", error);
+    plan = plan_for_settle(layer);
+    spread(layer, groups_of(plan, n_rows), true, &p);
+    return launch_append(layer, plan, p.side[0].n_ctas + p.side[1].n_ctas, &p, stream, "settle launch", error);
 }

@@ -20,7 +20,7 @@ struct AppendSide {
 
 struct AppendParams {
     AppendSide side[2];
-    const int *seqs, *positions; /* [n_tokens] */
+    const int *seqs, *positions; /* [n_tokens]; NULL when settling */
     const int *from, *to;        /* [n_seqs] positions to settle */
     const int *block_table, *slots;
     uint8_t *pages;
@@ -120,6 +120,13 @@ DEVICE int place_to_settle(const AppendParams &p, int row, RowPlace *at) {
         before += total;
     }
     return before;
+}
+
+/* Of the tokens, or of the rows to settle. */
+DEVICE int place_of_row(const AppendParams &p, int row, RowPlace *at) {
+    if (!p.seqs) return place_to_settle(p, row, at);
+    *at = place_of_token(p, row);
+    return p.n_tokens;
 }
 
 DEVICE int slot_of(const AppendParams &p, const RowPlace &at) { return at.valid && p.slots ? load_int(p.slots + at.seq) : at.seq; }

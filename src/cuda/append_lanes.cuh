@@ -1,10 +1,15 @@
 /*
- * append_lanes.cuh - the quantiser with a row on every lane, for chunks of a prompt: head_dim 128, default recipe.
+ * append_lanes.cuh - the quantiser with a row on every lane, for many rows of the overlay: head_dim 128, default recipe.
  *
  * What append_rows.cuh does on sixteen lanes together a lane does here alone, in the same order: nothing is done
- * twice, and elements of U and B are the same for all lanes of a warp. That takes long for one row and little time
- * for thousands. Of a row shared memory has x and t, what was left to round of each channel: codes and errors follow
- * from those in a few operations. What is included here is compiled without contraction.
+ * twice, and elements of B are the same for all lanes of a warp. That takes long for one row and little time for
+ * thousands. Of a row shared memory has x and t, what was left to round of each channel: codes and errors follow from
+ * those in a few operations. What is included here is compiled without contraction.
+ *
+ * Reading B sets the pace: four bytes for every lane take shared memory as long as four products take the SM's
+ * schedulers. So everything that a row of B is multiplied with is done while it is there: errors, codes, and in the
+ * last round x itself for the gain. Products wait in local memory for the sums that need them in another order. A CTA
+ * has keys on four warps and values, which have no such products, on four.
  */
 #ifndef OSCAR_CUDA_APPEND_LANES_CUH
 #define OSCAR_CUDA_APPEND_LANES_CUH
@@ -13,9 +18,10 @@
 #include "append_rows.cuh"
 
 struct LanesShape {
-    static constexpr int D = 128, WARPS = 4, ROWS = 32 * WARPS, COLUMNS = 32; /* columns of B at a time */
-    static constexpr int ARRAY = D * 32;                                      /* floats of x or t of a warp */
-    static constexpr int METRIC_AT = 2 * WARPS * ARRAY, FLOATS = METRIC_AT + LAYOUT_LANES_METRIC_FLOATS;
+    static constexpr int D = 128, SIDE_WARPS = 4, ROWS = 32 * SIDE_WARPS; /* of each side */
+    static constexpr int X = D / 2 * 32, T = D * 32;                      /* words of x and t of a warp */
+    static constexpr int T_AT = 2 * SIDE_WARPS * X, METRIC_AT = T_AT + SIDE_WARPS * T;
+    static constexpr int WORDS = METRIC_AT + LAYOUT_LANES_METRIC_FLOATS; /* once more if values have a metric */
 };
 
 /* One head's metric, as pack_lanes_metric() of layer.cu leaves it. */
@@ -29,13 +35,14 @@ struct LanesMetric {
     DEVICE const float *group(int m) const { return rows + 4096 * m - 512 * m * (m - 1); }
 };
 
-/* This lane's row. x is so placed that a warp reads a channel of its rows, or 32 channels of a row, without conflicts. */
+/* This lane's row: x in bf16, two channels a word; t of keys. */
 struct LaneRow {
-    float *x_, *t_;
-    int lane;
-    DEVICE float &x(int i) const { return x_[i * 32 + (lane ^ (i & 31))]; }
-    DEVICE float &x_of(int row, int i) const { return x_[i * 32 + (row ^ (i & 31))]; }
-    DEVICE float &t(int i) const { return t_[i * 32 + lane]; }
+    uint32_t *x_;
+    float *t_;
+
+    DEVICE uint32_t &x2(int pair) const { return x_[pair * 32]; }
+    DEVICE float x(int i) const { return i & 1 ? bf16_high(x2(i >> 1)) : bf16_low(x2(i >> 1)); }
+    DEVICE float &t(int i) const { return t_[i * 32]; }
 };
 
 /* What a code is rounded with, in units of codes. */
@@ -102,14 +109,18 @@ DEVICE void lane_limits(const LaneRow &w, const Levels &q, float (&limit)[3]) {
     float top[16];
 #pragma unroll
     for (int k = 0; k < 16; k++) top[k] = 0;
-#pragma unroll 4
-    for (int j = 0; j < 128; j++) {
-        float v = fabsf(w.x(j));
+#pragma unroll 2
+    for (int pair = 0; pair < 64; pair++) {
+        const uint32_t both = w.x2(pair);
 #pragma unroll
-        for (int k = 0; k < 16; k++) {
-            const float old = top[k];
-            top[k] = fmaxf(old, v);
-            v = fminf(old, v);
+        for (int n = 0; n < 2; n++) {
+            float v = fabsf(n ? bf16_high(both) : bf16_low(both));
+#pragma unroll
+            for (int k = 0; k < 16; k++) {
+                const float old = top[k];
+                top[k] = fmaxf(old, v);
+                v = fminf(old, v);
+            }
         }
     }
     limit[0] = limit[1] = limit[2] = top[0];
@@ -165,31 +176,56 @@ DEVICE void add_row(float value, const float *row, float (&sum)[32]) {
     }
 }
 
-/* Rounds from the last channel down, feeding the error back; leaves t. */
-DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to) {
+/* What sums over channels need of products with B, for this lane's row; in local memory. */
+struct LaneProducts {
+    float codes[128], x[128];
+};
+
+/* Rounds from the last channel down, feeding the error back; leaves t and the codes' product with B. WITH_X: that of x
+ * too. */
+template <bool WITH_X>
+DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, LaneProducts &kept) {
 #pragma unroll 1
     for (int m = 3; m >= 0; m--) {
         const float *b = metric.group(m);
-        float t[32];
+        float t[32], v[32], y[32];
 #pragma unroll
-        for (int k = 0; k < 32; k++) t[k] = w.x(32 * m + k);
-#pragma unroll 2
-        for (int i = 127; i >= 32 * m + 32; i--) {
-            const float c = round_code(q, w.t(i), to.inv, to.shift);
-            add_row(-fmaf(to.step, c, to.offset - w.x(i)), b + (i - 32 * m) * 32, t);
+        for (int k = 0; k < 32; k++) {
+            t[k] = w.x(32 * m + k);
+            v[k] = y[k] = 0;
+        }
+#pragma unroll 1
+        for (int i = 127; i >= 32 * m + 32; i -= 2) { /* channels of the blocks above, two at a time */
+            const uint32_t both = w.x2(i >> 1);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const float x = n ? bf16_low(both) : bf16_high(both), *row = b + (i - n - 32 * m) * 32;
+                const float c = round_code(q, w.t(i - n), to.inv, to.shift);
+                add_row(-fmaf(to.step, c, to.offset - x), row, t);
+                add_row(c, row, v);
+                if (WITH_X) add_row(x, row, y);
+            }
         }
 #pragma unroll
         for (int k = 31; k >= 0; k--) {
-            const float c = round_code(q, t[k], to.inv, to.shift), e = fmaf(to.step, c, to.offset - w.x(32 * m + k));
+            const float x = w.x(32 * m + k), c = round_code(q, t[k], to.inv, to.shift), e = fmaf(to.step, c, to.offset - x);
             w.t(32 * m + k) = t[k];
 #pragma unroll
-            for (int l = 0; l < k; l += 4) {
+            for (int l = 0; l <= k; l += 4) {
                 const float4 v4 = load4(b + k * 32 + l);
-                const float v[4] = {v4.x, v4.y, v4.z, v4.w};
+                const float row[4] = {v4.x, v4.y, v4.z, v4.w};
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    if (l + n < k) t[l + n] = fmaf(-e, v[n], t[l + n]);
+                for (int n = 0; n < 4; n++) {
+                    if (l + n < k) t[l + n] = fmaf(-e, row[n], t[l + n]);
+                    if (l + n <= k) v[l + n] = fmaf(c, row[n], v[l + n]);
+                    if (WITH_X && l + n <= k) y[l + n] = fmaf(x, row[n], y[l + n]);
+                }
             }
+        }
+#pragma unroll
+        for (int k = 0; k < 32; k++) {
+            kept.codes[32 * m + k] = v[k];
+            if (WITH_X) kept.x[32 * m + k] = y[k];
         }
     }
 }
@@ -201,23 +237,18 @@ DEVICE float lane_residual(const LaneRow &w, const Levels &q, const Rounding &to
 }
 
 /* The refit of step and offset in M; returns how far they moved. */
-DEVICE float2 lane_refit(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float &step,
-                         float &offset) {
+DEVICE float2 lane_refit(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to,
+                         const LaneProducts &kept, float &step, float &offset) {
     float part[16][4];
 #pragma unroll
     for (int r = 0; r < 16; r++) part[r][0] = part[r][1] = part[r][2] = part[r][3] = 0;
 #pragma unroll 1
     for (int m = 0; m < 4; m++) {
-        float product[32];
-#pragma unroll
-        for (int k = 0; k < 32; k++) product[k] = 0;
-#pragma unroll 2
-        for (int i = 127; i >= 32 * m; i--)
-            add_row(round_code(q, w.t(i), to.inv, to.shift), metric.group(m) + (i - 32 * m) * 32, product);
 #pragma unroll
         for (int k = 0; k < 32; k++) {
-            const float d = metric.d[32 * m + k], ones = metric.ones[32 * m + k], v = product[k] * q.levels, dw = d * v;
-            const float r = lane_residual(w, q, to, 32 * m + k);
+            const int j = 32 * m + k;
+            const float d = metric.d[j], ones = metric.ones[j], v = kept.codes[j] * q.levels, dw = d * v;
+            const float r = lane_residual(w, q, to, j);
             float(&sum)[4] = part[k & 15];
             sum[0] = fmaf(dw, v, sum[0]);
             sum[1] = fmaf(dw, ones, sum[1]);
@@ -232,10 +263,24 @@ DEVICE float2 lane_refit(const LaneRow &w, const Levels &q, const LanesMetric &m
 
 /* --- gain ---------------------------------------------------------------------------------------- */
 
-/* x B and the residual's product with B, 32 channels at a time, to the sums that the gain is made of. ldlq: the residual
- * is that of error feedback, moved by the last refit; otherwise it is x - x^. */
-DEVICE void lane_gain_sums(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, bool ldlq,
-                           float2 moved, float (&part)[16][2]) {
+/* The sums that the gain is made of, after error feedback whose last refit moved step and offset. */
+DEVICE void lane_gain_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float2 moved,
+                           const LaneProducts &kept, float (&part)[16][2]) {
+#pragma unroll 1
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int k = 0; k < 32; k++) {
+            const int j = 32 * m + k;
+            const float v = kept.codes[j] * q.levels, y = kept.x[j];
+            const float r = fmaf(-moved.y, metric.ones[j], fmaf(-moved.x, v, lane_residual(w, q, to, j)));
+            const float dv = metric.d[j] * y;
+            part[k & 15][0] = fmaf(dv, y, part[k & 15][0]);
+            part[k & 15][1] = fmaf(dv, r, part[k & 15][1]);
+        }
+}
+
+/* The same without error feedback: products of x and x - x^ with B, 32 channels at a time. */
+DEVICE void lane_gain_metric(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float (&part)[16][2]) {
 #pragma unroll 1
     for (int m = 0; m < 4; m++) {
         float y[32], v[32];
@@ -244,42 +289,30 @@ DEVICE void lane_gain_sums(const LaneRow &w, const Levels &q, const LanesMetric 
 #pragma unroll 1
         for (int i = 127; i >= 32 * m; i--) {
             const float x = w.x(i), *row = metric.group(m) + (i - 32 * m) * 32;
-            const float c = ldlq ? round_code(q, w.t(i), to.inv, to.shift) : round_code(q, x - to.offset, to.inv, 0.5f * q.unit);
+            const float c = round_code(q, x - to.offset, to.inv, 0.5f * q.unit);
             add_row(x, row, y);
-            add_row(ldlq ? c : fmaf(-to.step, c, x - to.offset), row, v);
+            add_row(fmaf(-to.step, c, x - to.offset), row, v);
         }
 #pragma unroll
         for (int k = 0; k < 32; k++) {
-            const int j = 32 * m + k;
-            const float r = ldlq ? fmaf(-moved.y, metric.ones[j], fmaf(-moved.x, v[k] * q.levels, lane_residual(w, q, to, j))) : v[k];
-            const float dv = metric.d[j] * y[k];
+            const float dv = metric.d[32 * m + k] * y[k];
             part[k & 15][0] = fmaf(dv, y[k], part[k & 15][0]);
-            part[k & 15][1] = fmaf(dv, r, part[k & 15][1]);
+            part[k & 15][1] = fmaf(dv, v[k], part[k & 15][1]);
         }
     }
 }
 
-DEVICE void lane_gain(const LaneRow &w, const Levels &q, const float *packed, const Rounding &to, bool ldlq, float2 moved,
-                      float &step, float &offset) {
-    float part[16][2];
-#pragma unroll
-    for (int r = 0; r < 16; r++) part[r][0] = part[r][1] = 0;
-    if (packed) {
-        lane_gain_sums(w, q, LanesMetric(packed), to, ldlq, moved, part);
-    } else {
+/* The same without a metric. */
+DEVICE void lane_gain_plain(const LaneRow &w, const Levels &q, const Rounding &to, float (&part)[16][2]) {
 #pragma unroll 1
-        for (int m = 0; m < 8; m++)
+    for (int m = 0; m < 8; m++)
 #pragma unroll
-            for (int k = 0; k < 16; k++) {
-                const float x = w.x(16 * m + k), z = x - to.offset;
-                const float r = fmaf(-to.step, round_code(q, z, to.inv, 0.5f * q.unit), z);
-                part[k][0] = fmaf(x, x, part[k][0]);
-                part[k][1] = fmaf(x, r, part[k][1]);
-            }
-    }
-    const float factor = gain_factor(lane_tree(part, 0), lane_tree(part, 1));
-    step = to_fp16(step * factor);
-    offset = to_fp16(offset * factor);
+        for (int k = 0; k < 16; k++) {
+            const float x = w.x(16 * m + k), z = x - to.offset;
+            const float r = fmaf(-to.step, round_code(q, z, to.inv, 0.5f * q.unit), z);
+            part[k][0] = fmaf(x, x, part[k][0]);
+            part[k][1] = fmaf(x, r, part[k][1]);
+        }
 }
 
 /* --- to memory ----------------------------------------------------------------------------------- */
@@ -340,122 +373,23 @@ DEVICE void lane_store_values(const LaneRow &w, const Levels &q, const Rounding 
     }
 }
 
-/* --- a CTA: 128 tokens of one side of a head ------------------------------------------------------ */
+/* --- a CTA: 128 rows of both sides of a head ------------------------------------------------------ */
 
-/* Residuals of the warp's tokens to x. */
-DEVICE void lanes_load(const AppendParams &p, const AppendSide &from, const LaneRow &w, int side, int head, int first, int position) {
-    float mean[4];
+/* What is quantised of a row of the overlay, NULL for none, to x, and to registers. */
+DEVICE void lane_fetch(const LaneRow &w, const uint16_t *row, float (&x)[128]) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) mean[k] = from.mean ? __ldg(from.mean + head * 128 + 32 * k + w.lane) : 0.0f;
-#pragma unroll 1
-    for (int row0 = 0; row0 < 32; row0 += 4) {
-        size_t at[16];
-        uint32_t v[16];
+    for (int k = 0; k < 16; k++) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (row) v = load_uint4(row + 8 * k);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int token = min(first + row0 + (i >> 2), p.n_tokens - 1);
-            at[i] = (static_cast<size_t>(token) * p.n_kv_heads + head) * 128 + 32 * (i & 3) + w.lane;
-        }
-        load_inputs<16>(from.in, at, p.dtype, v);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float x = input_value(v[i], p.dtype);
-            if (from.mean) x = x - mean[i & 3];
-            w.x_of(row0 + (i >> 2), 32 * (i & 3) + w.lane) = first + row0 + (i >> 2) < p.n_tokens ? x : 0.0f;
+        for (int n = 0; n < 4; n++) {
+            x[8 * k + 2 * n] = fminf(fmaxf(bf16_low(words[n]), -ROW_LIMIT), ROW_LIMIT);
+            x[8 * k + 2 * n + 1] = fminf(fmaxf(bf16_high(words[n]), -ROW_LIMIT), ROW_LIMIT);
         }
     }
-    __syncwarp();
-    if (side) return;
-#pragma unroll 1
-    for (int i = 0; i < p.n_tracked; i++) {
-        const TrackedMean mean = tracked_mean(p, head, i, position);
-        w.x(mean.dims.x) -= mean.x;
-        w.x(mean.dims.y) -= mean.y;
-    }
-}
-
-/* bf16 rows of the warp to the overlay; row: this lane's, NULL for none. */
-DEVICE void lanes_store_overlay(const LaneRow &w, uint16_t *row) {
-    const unsigned long long own = reinterpret_cast<unsigned long long>(row);
-#pragma unroll 4
-    for (int r = 0; r < 32; r++) {
-        uint16_t *to = reinterpret_cast<uint16_t *>(__shfl_sync(FULL_WARP, own, r));
-        if (!to) continue;
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int i = 64 * k + 2 * w.lane;
-            *reinterpret_cast<uint32_t *>(to + i) = pack_bf162(w.x_of(r, i), w.x_of(r, i + 1));
-        }
-    }
-}
-
-/* The other way: what is quantised of the warp's rows to x. */
-DEVICE void lanes_fetch_overlay(const LaneRow &w, const uint16_t *row) {
-    const unsigned long long own = reinterpret_cast<unsigned long long>(row);
-#pragma unroll 1
-    for (int row0 = 0; row0 < 32; row0 += 8) {
-        uint32_t v[16];
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int *from = reinterpret_cast<const int *>(__shfl_sync(FULL_WARP, own, row0 + (i >> 1)));
-            v[i] = from ? load_int(from + 32 * (i & 1) + w.lane) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int at = 64 * (i & 1) + 2 * w.lane, r = row0 + (i >> 1);
-            w.x_of(r, at) = fminf(fmaxf(bf16_low(v[i]), -ROW_LIMIT), ROW_LIMIT);
-            w.x_of(r, at + 1) = fminf(fmaxf(bf16_high(v[i]), -ROW_LIMIT), ROW_LIMIT);
-        }
-    }
-    __syncwarp();
-}
-
-/* x U in registers; rotation: in shared memory, NULL for the identity. */
-DEVICE void lanes_turn(const LaneRow &w, const float *rotation, float (&x)[128]) {
-    if (!rotation) {
-#pragma unroll
-        for (int j = 0; j < 128; j++) x[j] = w.x(j);
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < 128; j++) x[j] = 0;
-#pragma unroll 1
-    for (int i = 0; i < 128; i++) {
-        const float v = w.x(i);
-#pragma unroll
-        for (int j = 0; j < 128; j += 4) {
-            const float4 u = load4(rotation + i * 128 + j);
-            x[j] = fmaf(v, u.x, x[j]);
-            x[j + 1] = fmaf(v, u.y, x[j + 1]);
-            x[j + 2] = fmaf(v, u.z, x[j + 2]);
-            x[j + 3] = fmaf(v, u.w, x[j + 3]);
-        }
-    }
-}
-
-/* Rounds the rotated row to BF16, stores it in the overlay, and leaves in registers and in x what is quantised. */
-DEVICE void lanes_keep(const AppendParams &p, const AppendSide &from, const LaneRow &w, float (&x)[128], int head, int slot,
-                       const RowPlace &at, int token) {
-    bool finite = true;
-#pragma unroll
-    for (int j = 0; j < 128; j++) {
-        x[j] = round_bf16(x[j]);
-        finite = finite && fabsf(x[j]) <= FLT_MAX;
-    }
-    if (!finite && at.valid && p.bad_token) atomicMin(p.bad_token, token);
-#pragma unroll
-    for (int j = 0; j < 128; j++) {
-        x[j] = finite ? x[j] : 0.0f;
-        w.x(j) = x[j];
-    }
-    __syncwarp();
-    lanes_store_overlay(w, at.valid ? overlay_of<128>(p, from, at, slot, head) : nullptr);
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 128; j++) {
-        x[j] = fminf(fmaxf(x[j], -ROW_LIMIT), ROW_LIMIT);
-        w.x(j) = x[j];
-    }
+    for (int k = 0; k < 64; k++) w.x2(k) = pack_bf162(x[2 * k], x[2 * k + 1]);
 }
 
 /* Codes of this lane's row to its tile; x: the row, in registers; packed: the head's metric or NULL. */
@@ -463,22 +397,38 @@ DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float (
                           const RowPlace &at, uint8_t *tile) {
     const AppendSide &from = p.side[side];
     const Levels q = levels_of(from.bits);
-    float step, offset;
+    float step, offset, part[16][2];
     lane_least_squares(w, x, q, &step, &offset);
     const bool ldlq = from.ldlq && packed;
     const float inv = reciprocal(step);
     Rounding to = {step * q.levels, offset, inv * q.unit, 0};
-    float2 moved = make_float2(0, 0);
+#pragma unroll
+    for (int r = 0; r < 16; r++) part[r][0] = part[r][1] = 0;
     if (ldlq) {
+        LaneProducts kept;
         const LanesMetric metric(packed);
+        float2 moved = make_float2(0, 0);
 #pragma unroll 1
         for (int round = 0; round < LDLQ_REFITS; round++) {
             to = rounding_of(q, step, offset);
-            lane_ldlq(w, q, metric, to);
-            moved = lane_refit(w, q, metric, to, step, offset);
+            if (from.gain && round == LDLQ_REFITS - 1)
+                lane_ldlq<true>(w, q, metric, to, kept);
+            else
+                lane_ldlq<false>(w, q, metric, to, kept);
+            moved = lane_refit(w, q, metric, to, kept, step, offset);
         }
+        if (from.gain) lane_gain_ldlq(w, q, metric, to, moved, kept, part);
+    } else if (from.gain) {
+        if (packed)
+            lane_gain_metric(w, q, LanesMetric(packed), to, part);
+        else
+            lane_gain_plain(w, q, to, part);
     }
-    if (from.gain) lane_gain(w, q, packed, to, ldlq, moved, step, offset);
+    if (from.gain) {
+        const float factor = gain_factor(lane_tree(part, 0), lane_tree(part, 1));
+        step = to_fp16(step * factor);
+        offset = to_fp16(offset * factor);
+    }
     if (!at.valid) return;
     uint8_t *low = tile + side * layout_low_bytes(128), *high = tile + layout_high_offset(128, p.side[0].bits, side);
     if (side == 0)
@@ -489,70 +439,36 @@ DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float (
         __halves2half2(__float2half_rn(step), __float2half_rn(offset));
 }
 
-DEVICE LaneRow lane_row(float *shared) {
-    const int warp = threadIdx.x >> 5;
-    return {shared + warp * LanesShape::ARRAY, shared + (LanesShape::WARPS + warp) * LanesShape::ARRAY,
-            static_cast<int>(threadIdx.x & 31)};
-}
-
-__global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) append_lanes_kernel(const __grid_constant__ AppendParams p) {
+/* Rows of tokens that a launch before stored, or rows to settle. */
+__global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_kernel(const __grid_constant__ AppendParams p) {
     using L = LanesShape;
-    extern __shared__ __align__(16) float shared[];
-    const Part part(p);
-    const AppendSide &from = p.side[part.side];
-    const int head = part.head, first = part.group * L::ROWS + static_cast<int>(threadIdx.x & ~31);
-    const LaneRow w = lane_row(shared);
-    float *rotation = shared + L::WARPS * L::ARRAY; /* where t will be */
-    const float *packed = from.metric_lanes ? shared + L::METRIC_AT : nullptr;
-    if (from.rotation) stage(rotation, from.rotation + static_cast<size_t>(head) * 128 * 128, 128 * 128, blockDim.x);
-    if (packed)
-        stage(shared + L::METRIC_AT, from.metric_lanes + static_cast<size_t>(head) * LAYOUT_LANES_METRIC_FLOATS,
-              LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const int token = first + w.lane;
-    const RowPlace at = place_of_token(p, token);
-    const int slot = slot_of(p, at);
-    uint8_t *tile = tile_of(p, at, head);
-    lanes_load(p, from, w, part.side, head, first, at.position);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
-    float x[128];
-    lanes_turn(w, from.rotation ? rotation : nullptr, x);
-    __syncthreads(); /* t takes the rotation's place */
-    lanes_keep(p, from, w, x, head, slot, at, token);
-    lane_code_row(p, w, x, packed, part.side, at, tile);
-}
-
-__global__ void __launch_bounds__(32 * LanesShape::WARPS, 1) settle_lanes_kernel(const __grid_constant__ AppendParams p) {
-    using L = LanesShape;
-    extern __shared__ __align__(16) float shared[];
-    const Part part(p);
-    const AppendSide &from = p.side[part.side];
-    const LaneRow w = lane_row(shared);
-    const float *packed = from.metric_lanes ? shared + L::METRIC_AT : nullptr;
+    extern __shared__ __align__(16) uint32_t words[];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp >= L::SIDE_WARPS;
+    const int head = blockIdx.x % p.n_kv_heads, row = threadIdx.x % L::ROWS;
+    const AppendSide &from = p.side[side];
+    const LaneRow w = {words + warp * L::X + lane, reinterpret_cast<float *>(words) + L::T_AT + warp % L::SIDE_WARPS * L::T + lane};
+    float *metric = reinterpret_cast<float *>(words) + L::METRIC_AT;
     let_next_kernel_start();
     wait_for_kernel_before();
     bool first = true;
 #pragma unroll 1
-    for (int group = part.group;; group += from.n_ctas) {
+    for (int group = blockIdx.x / p.n_kv_heads;; group += from.n_ctas) {
         RowPlace at;
-        if (group * L::ROWS >= place_to_settle(p, group * L::ROWS + threadIdx.x, &at)) return;
-        if (first && packed)
-            stage(shared + L::METRIC_AT, from.metric_lanes + static_cast<size_t>(part.head) * LAYOUT_LANES_METRIC_FLOATS,
-                  LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
-        lanes_fetch_overlay(w, at.valid ? overlay_of<128>(p, from, at, slot_of(p, at), part.head) : nullptr);
+        if (group * L::ROWS >= place_of_row(p, group * L::ROWS + row, &at)) return;
+        for (int s = 0; s < 2; s++)
+            if (first && p.side[s].metric_lanes)
+                stage(metric + s * LAYOUT_LANES_METRIC_FLOATS,
+                      p.side[s].metric_lanes + static_cast<size_t>(head) * LAYOUT_LANES_METRIC_FLOATS,
+                      LAYOUT_LANES_METRIC_FLOATS, blockDim.x);
+        float x[128];
+        lane_fetch(w, at.valid ? overlay_of<128>(p, from, at, slot_of(p, at), head) : nullptr, x);
         if (first) {
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncthreads();
         }
         first = false;
-        float x[128];
-#pragma unroll
-        for (int j = 0; j < 128; j++) x[j] = w.x(j);
-        lane_code_row(p, w, x, packed, part.side, at, tile_of(p, at, part.head));
-        __syncwarp(); /* the rows' places are free */
+        lane_code_row(p, w, x, from.metric_lanes ? metric + side * LAYOUT_LANES_METRIC_FLOATS : nullptr, side, at,
+                      tile_of(p, at, head));
     }
 }
 
