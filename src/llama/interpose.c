@@ -158,7 +158,8 @@ EXPORT uint32_t llama_n_ctx_seq(const struct llama_context *ctx) {
 
 EXPORT uint32_t llama_n_seq_max(const struct llama_context *ctx) {
     const oscar_llama *layer = layer_of_context(ctx);
-    return layer ? layer->n_seq_max : REAL(llama_n_seq_max)(ctx);
+    /* libllama's own batches ask too, and the probe's use two sequences. */
+    return layer && !layer->probe ? layer->n_seq_max : REAL(llama_n_seq_max)(ctx);
 }
 
 EXPORT int32_t llama_model_n_swa(const struct llama_model *model) {
