@@ -347,29 +347,29 @@ __global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __
     }
 }
 
-/* Chunks at head_dim 128, without codes: a thread has eight channels of eight rows, so that reading the rows and the
+/* Chunks at head_dim 128, without codes: a thread has eight channels of four rows, so that reading the rows and the
  * rotation from shared memory takes no longer than the products. */
 struct ChunkShape {
-    static constexpr int D = 128, THREADS = 128, ROWS = 64, PITCH = ROWS + 4;
+    static constexpr int D = 128, THREADS = 256, ROWS = 64, PITCH = ROWS + 4;
     static constexpr int RESIDUALS = D * PITCH, TURNED = ROWS * Row<D>::STRIDE; /* in the same place */
     static constexpr int FLOATS = D * D + (RESIDUALS > TURNED ? RESIDUALS : TURNED);
 };
 
-/* Thread (a, b) of 8 x 16 turns rows 8 a .. 8 a + 7 to channels 4 b .. 4 b + 3 and 64 + those. */
-DEVICE void turn_chunk(const float *rotation, const float *residuals, float (&sum)[8][8]) {
-    const float *u = rotation + 4 * (threadIdx.x % 16), *rows = residuals + threadIdx.x / 16 * 8;
+/* Thread (a, b) of 16 x 16 turns rows 4 a .. 4 a + 3 to channels 4 b .. 4 b + 3 and 64 + those. */
+DEVICE void turn_chunk(const float *rotation, const float *residuals, float (&sum)[4][8]) {
+    const float *u = rotation + 4 * (threadIdx.x % 16), *rows = residuals + threadIdx.x / 16 * 4;
 #pragma unroll
-    for (int r = 0; r < 8; r++)
+    for (int r = 0; r < 4; r++)
 #pragma unroll
         for (int c = 0; c < 8; c++) sum[r][c] = 0;
 #pragma unroll 4
     for (int i = 0; i < ChunkShape::D; i++) {
         const float4 u0 = load4(u + i * ChunkShape::D), u1 = load4(u + i * ChunkShape::D + 64);
-        const float4 x0 = load4(rows + i * ChunkShape::PITCH), x1 = load4(rows + i * ChunkShape::PITCH + 4);
-        const float x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+        const float4 x4 = load4(rows + i * ChunkShape::PITCH);
+        const float x[4] = {x4.x, x4.y, x4.z, x4.w};
         const float v[8] = {u0.x, u0.y, u0.z, u0.w, u1.x, u1.y, u1.z, u1.w};
 #pragma unroll
-        for (int r = 0; r < 8; r++)
+        for (int r = 0; r < 4; r++)
 #pragma unroll
             for (int c = 0; c < 8; c++) sum[r][c] = fmaf(x[r], v[c], sum[r][c]);
     }
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(ChunkShape::THREADS, 2) append_chunk_kernel(co
     extern __shared__ __align__(16) float shared[];
     const Part part(p);
     const AppendSide &from = p.side[part.side];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, b = threadIdx.x % 16, row0 = threadIdx.x / 16 * 8;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, b = threadIdx.x % 16, row0 = threadIdx.x / 16 * 4;
     float *rows = shared + C::D * C::D;
     if (from.rotation) stage(shared, from.rotation + static_cast<size_t>(part.head) * C::D * C::D, C::D * C::D, C::THREADS);
     let_next_kernel_start();
@@ -393,15 +393,15 @@ __global__ void __launch_bounds__(ChunkShape::THREADS, 2) append_chunk_kernel(co
         load_residuals<C::D, C::THREADS, C::ROWS>(p, from, part.side, part.head, token, rows, [] {});
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        float sum[8][8];
+        float sum[4][8];
         if (from.rotation)
             turn_chunk(shared, rows, sum);
         else
 #pragma unroll
-            for (int k = 0; k < 64; k++) sum[k / 8][k % 8] = rows[(k % 8 / 4 * 64 + 4 * b + k % 4) * C::PITCH + row0 + k / 8];
+            for (int k = 0; k < 32; k++) sum[k / 8][k % 8] = rows[(k % 8 / 4 * 64 + 4 * b + k % 4) * C::PITCH + row0 + k / 8];
         __syncthreads(); /* turned rows take the residuals' place */
 #pragma unroll
-        for (int k = 0; k < 64; k++)
+        for (int k = 0; k < 32; k++)
             rows[(row0 + k / 8) * Row<C::D>::STRIDE + k % 8 / 4 * 64 + 4 * b + k % 4] = round_bf16(sum[k / 8][k % 8]);
         __syncthreads();
         const unsigned long long to =
@@ -467,14 +467,14 @@ template <int D, int THREADS, bool STAGED> static AppendPlan plan_settle() {
 
 static int groups_of(const AppendPlan &plan, int n_rows) { return (n_rows + plan.n_rows - 1) / plan.n_rows; }
 
-/* A row a lane, made of the overlay: when so many rows occupy half of the multiprocessors. */
+/* A row a lane, made of the overlay: when so many rows occupy a quarter of the multiprocessors. */
 static bool plan_lanes(const oscar_cuda_layer *layer, int n_rows, AppendPlan *plan, AppendParams *p) {
     const int words = LanesShape::WORDS + (layer->v_metric_lanes ? LAYOUT_LANES_METRIC_FLOATS : 0);
     *plan = {code_lanes_kernel, 64 * LanesShape::SIDE_WARPS, LanesShape::ROWS, words * sizeof(uint32_t)};
     const int groups = groups_of(*plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
     p->side[0].n_ctas = p->side[1].n_ctas = groups < most || most < 1 ? groups : most; /* one has both sides */
     return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT &&
-           2 * groups * layer->n_kv_heads >= layer->n_multiprocessors && plan->shared_bytes <= (size_t)layer->shared_max;
+           4 * groups * layer->n_kv_heads >= layer->n_multiprocessors && plan->shared_bytes <= (size_t)layer->shared_max;
 }
 
 /* Few tokens: small CTAs, so that a row's chain of operations has a scheduler to itself. */

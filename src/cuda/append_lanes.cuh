@@ -6,10 +6,9 @@
  * thousands. Of a row shared memory has x and t, what was left to round of each channel: codes and errors follow from
  * those in a few operations. What is included here is compiled without contraction.
  *
- * Reading B sets the pace: four bytes for every lane take shared memory as long as four products take the SM's
- * schedulers. So everything that a row of B is multiplied with is done while it is there: errors, codes, and in the
- * last round x itself for the gain. Products wait in local memory for the sums that need them in another order. A CTA
- * has keys on four warps and values, which have no such products, on four.
+ * A row of B is multiplied with errors and codes while it is there; the codes' product waits in local memory for the
+ * sums that need it in another order. A CTA has keys on four warps and values, which have no such products, on four.
+ * Loops are unrolled no further than registers ask for: code that the instruction cache does not hold takes longer.
  */
 #ifndef OSCAR_CUDA_APPEND_LANES_CUH
 #define OSCAR_CUDA_APPEND_LANES_CUH
@@ -104,24 +103,46 @@ DEVICE float lane_error(const float (&x)[128], const Levels &q, float offset, fl
     }
 }
 
+/* Sorts sixteen values, rising, from step (1, 1) on of Batcher's network. */
+template <int P, int K> DEVICE void sort_rising(float (&v)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16 - K; i++) {
+        if (i < K % P || (i - K % P) % (2 * K) >= K || i / (2 * P) != (i + K) / (2 * P)) continue;
+        const float low = fminf(v[i], v[i + K]), high = fmaxf(v[i], v[i + K]);
+        v[i] = low;
+        v[i + K] = high;
+    }
+    if constexpr (K > 1)
+        sort_rising<P, K / 2>(v);
+    else if constexpr (P < 8)
+        sort_rising<2 * P, 2 * P>(v);
+}
+
 /* The largest |x|, and those of the ranks of the other starts. */
 DEVICE void lane_limits(const LaneRow &w, const Levels &q, float (&limit)[3]) {
-    float top[16];
+    float top[16]; /* falling */
 #pragma unroll
     for (int k = 0; k < 16; k++) top[k] = 0;
-#pragma unroll 2
-    for (int pair = 0; pair < 64; pair++) {
-        const uint32_t both = w.x2(pair);
+#pragma unroll 1
+    for (int pair = 0; pair < 64; pair += 8) {
+        float v[16];
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            float v = fabsf(n ? bf16_high(both) : bf16_low(both));
-#pragma unroll
-            for (int k = 0; k < 16; k++) {
-                const float old = top[k];
-                top[k] = fmaxf(old, v);
-                v = fminf(old, v);
-            }
+        for (int n = 0; n < 8; n++) {
+            v[2 * n] = fabsf(bf16_low(w.x2(pair + n)));
+            v[2 * n + 1] = fabsf(bf16_high(w.x2(pair + n)));
         }
+        sort_rising<1, 1>(v);
+#pragma unroll
+        for (int k = 0; k < 16; k++) top[k] = fmaxf(top[k], v[k]);
+#pragma unroll
+        for (int k = 8; k >= 1; k /= 2)
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                if (i & k) continue;
+                const float high = fmaxf(top[i], top[i + k]), low = fminf(top[i], top[i + k]);
+                top[i] = high;
+                top[i + k] = low;
+            }
     }
     limit[0] = limit[1] = limit[2] = top[0];
 #pragma unroll
@@ -176,23 +197,16 @@ DEVICE void add_row(float value, const float *row, float (&sum)[32]) {
     }
 }
 
-/* What sums over channels need of products with B, for this lane's row; in local memory. */
-struct LaneProducts {
-    float codes[128], x[128];
-};
-
-/* Rounds from the last channel down, feeding the error back; leaves t and the codes' product with B. WITH_X: that of x
- * too. */
-template <bool WITH_X>
-DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, LaneProducts &kept) {
+/* Rounds from the last channel down, feeding the error back; leaves t and the codes' product with B. */
+DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float (&product)[128]) {
 #pragma unroll 1
     for (int m = 3; m >= 0; m--) {
         const float *b = metric.group(m);
-        float t[32], v[32], y[32];
+        float t[32], v[32];
 #pragma unroll
         for (int k = 0; k < 32; k++) {
             t[k] = w.x(32 * m + k);
-            v[k] = y[k] = 0;
+            v[k] = 0;
         }
 #pragma unroll 1
         for (int i = 127; i >= 32 * m + 32; i -= 2) { /* channels of the blocks above, two at a time */
@@ -203,12 +217,11 @@ DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metr
                 const float c = round_code(q, w.t(i - n), to.inv, to.shift);
                 add_row(-fmaf(to.step, c, to.offset - x), row, t);
                 add_row(c, row, v);
-                if (WITH_X) add_row(x, row, y);
             }
         }
 #pragma unroll
         for (int k = 31; k >= 0; k--) {
-            const float x = w.x(32 * m + k), c = round_code(q, t[k], to.inv, to.shift), e = fmaf(to.step, c, to.offset - x);
+            const float c = round_code(q, t[k], to.inv, to.shift), e = fmaf(to.step, c, to.offset - w.x(32 * m + k));
             w.t(32 * m + k) = t[k];
 #pragma unroll
             for (int l = 0; l <= k; l += 4) {
@@ -218,15 +231,11 @@ DEVICE void lane_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metr
                 for (int n = 0; n < 4; n++) {
                     if (l + n < k) t[l + n] = fmaf(-e, row[n], t[l + n]);
                     if (l + n <= k) v[l + n] = fmaf(c, row[n], v[l + n]);
-                    if (WITH_X && l + n <= k) y[l + n] = fmaf(x, row[n], y[l + n]);
                 }
             }
         }
 #pragma unroll
-        for (int k = 0; k < 32; k++) {
-            kept.codes[32 * m + k] = v[k];
-            if (WITH_X) kept.x[32 * m + k] = y[k];
-        }
+        for (int k = 0; k < 32; k++) product[32 * m + k] = v[k];
     }
 }
 
@@ -238,22 +247,21 @@ DEVICE float lane_residual(const LaneRow &w, const Levels &q, const Rounding &to
 
 /* The refit of step and offset in M; returns how far they moved. */
 DEVICE float2 lane_refit(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to,
-                         const LaneProducts &kept, float &step, float &offset) {
+                         const float (&product)[128], float &step, float &offset) {
     float part[16][4];
 #pragma unroll
     for (int r = 0; r < 16; r++) part[r][0] = part[r][1] = part[r][2] = part[r][3] = 0;
 #pragma unroll 1
-    for (int m = 0; m < 4; m++) {
+    for (int m = 0; m < 8; m++) {
 #pragma unroll
-        for (int k = 0; k < 32; k++) {
-            const int j = 32 * m + k;
-            const float d = metric.d[j], ones = metric.ones[j], v = kept.codes[j] * q.levels, dw = d * v;
+        for (int k = 0; k < 16; k++) {
+            const int j = 16 * m + k;
+            const float d = metric.d[j], ones = metric.ones[j], v = product[j] * q.levels, dw = d * v;
             const float r = lane_residual(w, q, to, j);
-            float(&sum)[4] = part[k & 15];
-            sum[0] = fmaf(dw, v, sum[0]);
-            sum[1] = fmaf(dw, ones, sum[1]);
-            sum[2] = fmaf(dw, r, sum[2]);
-            sum[3] = fmaf(d * ones, r, sum[3]);
+            part[k][0] = fmaf(dw, v, part[k][0]);
+            part[k][1] = fmaf(dw, ones, part[k][1]);
+            part[k][2] = fmaf(dw, r, part[k][2]);
+            part[k][3] = fmaf(d * ones, r, part[k][3]);
         }
     }
     const float old_step = step, old_offset = offset;
@@ -263,42 +271,43 @@ DEVICE float2 lane_refit(const LaneRow &w, const Levels &q, const LanesMetric &m
 
 /* --- gain ---------------------------------------------------------------------------------------- */
 
-/* The sums that the gain is made of, after error feedback whose last refit moved step and offset. */
-DEVICE void lane_gain_ldlq(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float2 moved,
-                           const LaneProducts &kept, float (&part)[16][2]) {
-#pragma unroll 1
-    for (int m = 0; m < 4; m++)
-#pragma unroll
-        for (int k = 0; k < 32; k++) {
-            const int j = 32 * m + k;
-            const float v = kept.codes[j] * q.levels, y = kept.x[j];
-            const float r = fmaf(-moved.y, metric.ones[j], fmaf(-moved.x, v, lane_residual(w, q, to, j)));
-            const float dv = metric.d[j] * y;
-            part[k & 15][0] = fmaf(dv, y, part[k & 15][0]);
-            part[k & 15][1] = fmaf(dv, r, part[k & 15][1]);
-        }
-}
-
-/* The same without error feedback: products of x and x - x^ with B, 32 channels at a time. */
-DEVICE void lane_gain_metric(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to, float (&part)[16][2]) {
+/* y = x B, 32 channels at a time, to the sums that the gain is made of; residual(j): of (x - x^) B. */
+template <class R> DEVICE void lane_gain_sums(const LaneRow &w, const LanesMetric &metric, float (&part)[16][2], R residual) {
 #pragma unroll 1
     for (int m = 0; m < 4; m++) {
-        float y[32], v[32];
+        float y[32];
 #pragma unroll
-        for (int k = 0; k < 32; k++) y[k] = v[k] = 0;
+        for (int k = 0; k < 32; k++) y[k] = 0;
 #pragma unroll 1
-        for (int i = 127; i >= 32 * m; i--) {
-            const float x = w.x(i), *row = metric.group(m) + (i - 32 * m) * 32;
-            const float c = round_code(q, x - to.offset, to.inv, 0.5f * q.unit);
-            add_row(x, row, y);
-            add_row(fmaf(-to.step, c, x - to.offset), row, v);
+        for (int i = 127; i >= 32 * m; i -= 2) {
+            const float *row = metric.group(m) + (i - 32 * m) * 32;
+            add_row(bf16_high(w.x2(i >> 1)), row, y);
+            add_row(bf16_low(w.x2(i >> 1)), row - 32, y);
         }
 #pragma unroll
         for (int k = 0; k < 32; k++) {
             const float dv = metric.d[32 * m + k] * y[k];
             part[k & 15][0] = fmaf(dv, y[k], part[k & 15][0]);
-            part[k & 15][1] = fmaf(dv, v[k], part[k & 15][1]);
+            part[k & 15][1] = fmaf(dv, residual(32 * m + k), part[k & 15][1]);
         }
+    }
+}
+
+/* (x - x^) B where there was no error feedback. */
+DEVICE void lane_error_product(const LaneRow &w, const Levels &q, const LanesMetric &metric, const Rounding &to,
+                               float (&product)[128]) {
+#pragma unroll 1
+    for (int m = 0; m < 4; m++) {
+        float v[32];
+#pragma unroll
+        for (int k = 0; k < 32; k++) v[k] = 0;
+#pragma unroll 1
+        for (int i = 127; i >= 32 * m; i--) {
+            const float z = w.x(i) - to.offset, c = round_code(q, z, to.inv, 0.5f * q.unit);
+            add_row(fmaf(-to.step, c, z), metric.group(m) + (i - 32 * m) * 32, v);
+        }
+#pragma unroll
+        for (int k = 0; k < 32; k++) product[32 * m + k] = v[k];
     }
 }
 
@@ -404,25 +413,25 @@ DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float (
     Rounding to = {step * q.levels, offset, inv * q.unit, 0};
 #pragma unroll
     for (int r = 0; r < 16; r++) part[r][0] = part[r][1] = 0;
-    if (ldlq) {
-        LaneProducts kept;
+    if (packed) {
         const LanesMetric metric(packed);
+        float product[128];
         float2 moved = make_float2(0, 0);
 #pragma unroll 1
-        for (int round = 0; round < LDLQ_REFITS; round++) {
+        for (int round = 0; ldlq && round < LDLQ_REFITS; round++) {
             to = rounding_of(q, step, offset);
-            if (from.gain && round == LDLQ_REFITS - 1)
-                lane_ldlq<true>(w, q, metric, to, kept);
-            else
-                lane_ldlq<false>(w, q, metric, to, kept);
-            moved = lane_refit(w, q, metric, to, kept, step, offset);
+            lane_ldlq(w, q, metric, to, product);
+            moved = lane_refit(w, q, metric, to, product, step, offset);
         }
-        if (from.gain) lane_gain_ldlq(w, q, metric, to, moved, kept, part);
+        if (from.gain && !ldlq) lane_error_product(w, q, metric, to, product);
+        if (from.gain)
+            lane_gain_sums(w, metric, part, [&](int j) {
+                if (!ldlq) return product[j];
+                /* The residual of the last round, moved by its refit. */
+                return fmaf(-moved.y, metric.ones[j], fmaf(-moved.x, product[j] * q.levels, lane_residual(w, q, to, j)));
+            });
     } else if (from.gain) {
-        if (packed)
-            lane_gain_metric(w, q, LanesMetric(packed), to, part);
-        else
-            lane_gain_plain(w, q, to, part);
+        lane_gain_plain(w, q, to, part);
     }
     if (from.gain) {
         const float factor = gain_factor(lane_tree(part, 0), lane_tree(part, 1));
