@@ -176,8 +176,8 @@ typedef struct oscar_cuda_append_args {
      NULL, NULL, NULL, NULL, 0}
 
 /* Removes means, rotates, rounds to BF16, quantises with the layer's recipe (LDLQ and gain included) and stores
- * rows of new tokens in pages and overlay, in one launch. Codes are those of the CPU's cache. With codes_later it
- * ends with the overlay.
+ * rows of new tokens in pages and overlay, in one launch (chunks of some hundred tokens in two). Codes are those of the
+ * CPU's cache. With codes_later it ends with the overlay.
  * Errors: ARGUMENT, INTERNAL. */
 OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);
@@ -203,10 +203,9 @@ typedef struct oscar_cuda_settle_args {
  * positions of every sequence together takes a fraction of what codes of each token by itself do.
  *
  * What the caller sees to. A position, one of the sink too, must be settled
- *   - before a query sees it quantised: with a length of L tokens, everything below L - recent must be settled before
- *     oscar_cuda_decode() or oscar_cuda_prefill(), for a chunk counted by its first query's length. That leaves recent
- *     tokens of time, so settling may run beside attention and append, on another stream, as long as what it settles
- *     stays within every query's window meanwhile;
+ *   - before a query sees it quantised: everything below L - recent must be settled before oscar_cuda_decode() or
+ *     oscar_cuda_prefill() with a length of L. For single tokens that leaves `recent` tokens of time, so settling may
+ *     run beside attention and append, on another stream, as long as what it settles stays in the window meanwhile;
  *   - while its overlay row is there: before position + ring of the same sequence is appended;
  *   - before its page is shared, copied or saved.
  * No two launches may settle the same position at once. After a rollback to n tokens, positions from n on that are

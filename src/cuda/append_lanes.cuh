@@ -278,7 +278,7 @@ template <class R> DEVICE void lane_gain_sums(const LaneRow &w, const LanesMetri
         float y[32];
 #pragma unroll
         for (int k = 0; k < 32; k++) y[k] = 0;
-#pragma unroll 1
+#pragma unroll 2
         for (int i = 127; i >= 32 * m; i -= 2) {
             const float *row = metric.group(m) + (i - 32 * m) * 32;
             add_row(bf16_high(w.x2(i >> 1)), row, y);

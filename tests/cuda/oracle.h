@@ -2,7 +2,7 @@
  * oracle.h - a decode problem with random codes, and its answer in float64, for the CUDA tests.
  *
  * Everything that must not be read is poisoned: pages that no block table names, tokens beyond a
- * sequence's length, overlay rows that no query sees.
+ * sequence's length or in every query's window, overlay rows that no query sees.
  */
 #ifndef OSCAR_CUDA_TEST_ORACLE_H
 #define OSCAR_CUDA_TEST_ORACLE_H
@@ -183,6 +183,7 @@ static inline void build_rows(Problem &p, int seq, int head, int side, Rows64 &r
             if (t < p.sink) overlay[(overlay_base + t) * d + i] = b;
             else if (t >= first_recent) overlay[(overlay_base + sink8 + t % p.ring) * d + i] = b;
         }
+        if (t >= p.sink && t >= length - p.recent) continue; /* in every query's window: its codes may not be made yet */
         uint8_t *tile = &p.pages[((size_t)p.table[(size_t)seq * p.table_stride + t / 64] * p.n_kv_heads + head) *
                                  tile_bytes];
         oscar_cuda_tile_put_row(tile, d, p.bits_k, p.bits_v, side, t % 64, codes.data(), params.data());

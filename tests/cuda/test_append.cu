@@ -385,8 +385,8 @@ static size_t touched_rows(const Subject &s, const Table &table, const Store &st
 
 /* Ragged sequences that grow by a token or by chunks, around page edges and several times around the ring; codes are
  * made later in random pieces, of which some are empty. n_positions: the launch's hint, which also picks the kernel. */
-static void run_ragged(const Case &c, int sink, int n_positions, uint64_t seed) {
-    const int ends[] = {0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 383, 400}, n_seqs = 37, ring = 128, chunk = 40;
+static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uint64_t seed) {
+    const int ends[] = {0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 383, 400}, ring = 128, chunk = 40;
     const Subject s(c, sink, ring, seed);
     Random random(seed * 131 + 11);
     const Table table(n_seqs, 400 / 64 + 1, random);
@@ -444,14 +444,15 @@ static void check_arguments(void) {
 }
 
 static void run_ragged_cases(bool quick, uint64_t seed) {
+    const int n_seqs = quick ? 5 : 37;
     for (int d : {128, 64, 256})
         for (int hint : {1, 64, 4096}) { /* at head_dim 128 the last has a row on every lane */
-            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, hint == 64 ? 70 : 5, hint, seed++);
+            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5, hint, seed++);
             if (quick) continue;
-            run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, 5, hint, seed++);
-            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, 0, hint, seed++);
-            run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, 64, hint, seed++);
-            run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, 5, hint, seed++);
+            run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, n_seqs, 5, hint, seed++);
+            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, n_seqs, 0, hint, seed++);
+            run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, n_seqs, 64, hint, seed++);
+            run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, n_seqs, 5, hint, seed++);
         }
 }
 
