@@ -53,12 +53,17 @@ static oscar_cuda_layer *make_layer(const Options &o) {
     return layer;
 }
 
+/* About normal: sums of the eight bytes of xorshift numbers, since a history has hundreds of millions. */
 static std::vector<uint16_t> random_bf16(size_t n) {
-    std::mt19937 random(7);
-    std::normal_distribution<float> normal;
+    uint64_t state = 0x9e3779b97f4a7c15;
     std::vector<uint16_t> v(n);
     for (uint16_t &x : v) {
-        const float f = normal(random);
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        uint64_t pairs = (state & 0x00ff00ff00ff00ff) + (state >> 8 & 0x00ff00ff00ff00ff);
+        pairs = (pairs & 0x0000ffff0000ffff) + (pairs >> 16 & 0x0000ffff0000ffff);
+        const float f = ((float)((pairs & 0xffffffff) + (pairs >> 32)) - 1020) / 209;
         uint32_t u;
         memcpy(&u, &f, 4);
         x = (uint16_t)(u >> 16);

@@ -21,6 +21,7 @@ cpu=
 for f in "$root"/src/codec/*.c "$root"/src/base/*.c "$root"/tests/cuda/*.c; do
     isa=
     case "$f" in
+    *_neon.c) continue ;; # these machines are x86
     *_avx512.c) isa="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c" ;;
     *_avx2.c) isa="-mavx2 -mfma -mf16c" ;;
     esac

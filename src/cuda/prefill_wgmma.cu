@@ -2,20 +2,21 @@
  * prefill_wgmma.cu - attention of many query tokens at head_dim 128, on the asynchronous tensor cores of compute
  * capability 9.0a: two bits, at most 16 tracked pairs, no soft cap. What else there is, prefill.cuh does.
  *
- * One warpgroup expands: it turns tiles into fp16 keys and values in shared memory, (step code + offset) rounded
- * once, and rows of the overlay likewise. Two warpgroups attend, 64 rows each, as for any fp16 cache: scores from
- * queries in registers, a softmax in registers, whose probabilities are the A operand of the second product. The
- * expansion costs a quarter of the products' time on schedulers that they leave free.
+ * Two warpgroups expand, every other tile each: they turn tiles into fp16 keys and values in shared memory,
+ * (step code + offset) rounded once, and rows of the overlay likewise. Two warpgroups attend, 64 rows each, as for any
+ * fp16 cache: scores from queries in registers, a softmax in registers, whose probabilities are the A operand of the
+ * second product. The expansion takes issue slots that the products leave free.
  *
  * An expanded stage, in the 128-byte swizzle that the products read (16-byte chunk ^ row % 8, rows of 128 bytes):
- *   keys    2 panels of 64 channels, [64 tokens]; channels 16 c + i and 16 c + 8 + i are neighbours at 16 c + 2 i,
+ *   keys    2 panels of 64 channels, [64 places]; channels 16 c + i and 16 c + 8 + i are neighbours at 16 c + 2 i,
  *           as the halves of a code word are; queries are in the same order
- *   values  [128 channels] of 64 tokens
+ *   values  [128 channels] of 64 places
+ * Token 16 a + 8 h + 2 c + e of a tile has place 16 a + 4 c + 2 h + e: the four tokens whose values a lane has are
+ * neighbours.
  *
- * The key bias of tracked pairs is b(t) = sum Re z cos + Im z sin of t f, z = conj(q) nu (decode_rows.cuh). Its value in
- * the middle of a page is added in fp32; what is left of it is a product too, of z with rows of cos and sin less those
- * of the middle, which are expanded as keys are (waves). Both sides are high and low fp16 halves.
- *   waves   [64 tokens] of 16 cosines, 16 sines, then their low halves; behind them cos, sin of the middle [16]
+ * The key bias of tracked pairs is b(t) = sum q . R_t nu, over the two dims of a pair: a product too, of the query's own
+ * channels, exact in fp16, with waves, R_t nu, which are expanded as keys are.
+ *   waves   [64 places] of 16 pairs' first dims, 16 second dims, as fp16, then what that leaves of them
  */
 #include "decode_merge.cuh"
 
@@ -28,15 +29,18 @@
 namespace {
 
 struct Wide {
-    static constexpr int D = 128, CONSUMERS = 2, ROWS = 64 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
+    static constexpr int D = 128, CONSUMERS = 2, PRODUCERS = 2, ROWS = 64 * CONSUMERS, THREADS = 128 * (PRODUCERS + CONSUMERS);
     static constexpr int STAGES = 4, KEYS = 16384, WAVES = 8192, STAGE = 2 * KEYS + WAVES, RAW = 4, TILE = 32 * D + 512;
-    static constexpr int PAIRS = 16, MIDDLES_AT = STAGES * STAGE;
+    static constexpr int PAIRS = 16;
     static constexpr int NATURAL = D + 8; /* halves of a query row: the padding spreads rows over the banks */
     static constexpr int OUT = D + 4;     /* floats of an output row */
-    static constexpr int RAW_AT = MIDDLES_AT + STAGES * PAIRS * 8, QUERY_AT = RAW_AT + RAW * TILE, CONST_AT = QUERY_AT + ROWS * NATURAL * 2;
-    static constexpr int BARRIERS_AT = CONST_AT + ROWS * 4;
-    static constexpr int BYTES = BARRIERS_AT + 8 * (RAW + 2 * STAGES) + 1024; /* the last to align the first */
-    static_assert(ROWS * OUT * 4 <= MIDDLES_AT, "outputs take the place of the stages");
+    static constexpr int RAW_AT = STAGES * STAGE, QUERY_AT = RAW_AT + RAW * TILE;
+    static constexpr int CONST_AT = QUERY_AT + ROWS * NATURAL * 2, WAVE_TABLE_AT = CONST_AT + ROWS * 4;
+    static constexpr int BARRIERS_AT = WAVE_TABLE_AT + 4096 + 256;
+    static constexpr int BYTES = BARRIERS_AT + 8 * (RAW + 4 * STAGES) + 1024; /* the last to align the first */
+    static_assert(QUERY_AT % 1024 == 0 && 64 * NATURAL * 2 % 1024 == 0, "tracked pairs take the place of queries");
+    static_assert(ROWS * OUT * 4 <= RAW_AT, "outputs take the place of the stages");
+    static_assert(RAW % PRODUCERS == 0 && STAGES % PRODUCERS == 0, "a stage and a raw tile are always of the same warpgroup");
 };
 
 #if HAVE_WGMMA
@@ -61,9 +65,11 @@ struct WideBlock {
 
 DEVICE WideBlock wide_block(const DecodeParams &p, int length) {
     WideBlock b;
-    b.head = blockIdx.y;
+    /* The longest of all heads first. */
+    const int at = blockIdx.y * gridDim.x + blockIdx.x;
+    b.head = at % p.n_kv_heads;
     b.seq = blockIdx.z;
-    b.cta_row = (gridDim.x - 1 - blockIdx.x) * Wide::ROWS; /* the longest first */
+    b.cta_row = (gridDim.x - 1 - at / p.n_kv_heads) * Wide::ROWS;
     b.n_rows = min(p.n_q_tokens * p.gqa - b.cta_row, Wide::ROWS);
     b.chunk_first = length - p.n_q_tokens;
     b.t_first = b.token(p, 0);
@@ -78,93 +84,151 @@ DEVICE WideBlock wide_block(const DecodeParams &p, int length) {
     return b;
 }
 
-/* --- the expanding warpgroup --------------------------------------------------------------------- */
+/* Shared addresses of barriers: of raw tiles, and of keys (with their waves) and values of a stage. */
+struct WideBarriers {
+    uint32_t raw_full, keys_full, keys_empty, values_full, values_empty;
+
+    DEVICE explicit WideBarriers(uint32_t base)
+        : raw_full(base), keys_full(raw_full + 8 * Wide::RAW), keys_empty(keys_full + 8 * Wide::STAGES),
+          values_full(keys_empty + 8 * Wide::STAGES), values_empty(values_full + 8 * Wide::STAGES) {}
+
+    DEVICE void init() const { /* by one thread */
+        for (int i = 0; i < Wide::RAW; i++) barrier_init(raw_full + 8 * i, 1);
+        for (int i = 0; i < Wide::STAGES; i++) {
+            barrier_init(keys_full + 8 * i, 128);
+            barrier_init(keys_empty + 8 * i, 4 * Wide::CONSUMERS);
+            barrier_init(values_full + 8 * i, 128);
+            barrier_init(values_empty + 8 * i, 4 * Wide::CONSUMERS);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+};
+
+/* --- the expanding warpgroups -------------------------------------------------------------------- */
+
+DEVICE void store_shared_two(uint32_t address, uint32_t a, uint32_t b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+/* 1024 in both halves, as a value that is not known to be constant: an instruction has room for one constant, the mask. */
+DEVICE uint32_t thousand(const DecodeParams &p) { return 0x64006400u + (p.n_kv_heads >> 31); }
+
+/* The same value, as one that the loop around does not know: what is derived from it is computed where it is needed, and
+ * takes no registers of the loop. One that does not fit is read back from the L2 cache, for shared memory leaves no room
+ * in the first. */
+DEVICE int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 /* Code i of both halves of a word, as fp16 numbers. */
-template <int I> DEVICE __half2 code_value(uint32_t word) {
+template <int I> DEVICE __half2 code_value(uint32_t word, uint32_t thousand) {
     constexpr int AT = I < 5 ? I : I - 5; /* bits 2 AT of what is below 2^10 */
-    const uint32_t x = ((I < 5 ? word : word >> 10) & (0x00030003u << (2 * AT))) | 0x64006400u; /* 1024 + c 4^AT */
+    uint32_t x; /* 1024 + c 4^AT */
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(I < 5 ? word : word >> 10), "n"(0x00030003u << (2 * AT)), "r"(thousand));
     constexpr float unit = 1.0f / (1 << (2 * AT));
+    if (AT == 0) return __hsub2(bits_half2(x), __float2half2_rn(1024.0f));
     return __hfma2(bits_half2(x), __float2half2_rn(unit), __float2half2_rn(-1024.0f * unit));
 }
 
-/* Expands sub-tile `warp` of a tile. n: tokens of the page that exist. */
-DEVICE void expand_keys(const uint8_t *tile, uint32_t to, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    const uint4 words = *reinterpret_cast<const uint4 *>(tile + 512 * warp + 16 * lane);
-    const uint2 params = *reinterpret_cast<const uint2 *>(tile + 4096 + 64 * warp + 8 * g);
+/* Where a thread of a producer finds its words and parameters in a raw tile, and puts what they become in a stage. */
+struct ExpandPlaces {
+    int key_to, value_from, value_params, value_to;
+
+    DEVICE explicit ExpandPlaces(int tid) {
+        const int warp = tid >> 5, lane = tid & 31, t = lane & 3;
+        const int place = 16 * warp + 4 * (lane >> 3) + (lane >> 2 & 1), chunk = 4 * (t & 1) + (t & 2);
+        key_to = 8192 * (t >> 1) + 128 * place + ((chunk ^ (place & 7)) << 4);
+        /* A half of the warp has even rows g, the other odd ones: no two lanes of a store meet in a bank. */
+        const int g = (lane >> 1 & 6) | lane >> 4;
+        value_from = 2048 + 512 * warp + 64 * g + 16 * t;
+        value_params = 4096 + 256 + 64 * warp + 16 * t;
+        value_to = 128 * g + (((2 * warp + (t >> 1)) ^ g) << 4) + 8 * (t & 1);
+    }
+};
+
+/* Expands sub-tile `warp` of a tile. Lanes of the second panel take their words in the other order: no two lanes of a
+ * store meet in a bank. */
+DEVICE void expand_keys(const uint8_t *tile, uint32_t to, uint32_t thousand, const ExpandPlaces &at, int tid) {
+    const uint4 words = *reinterpret_cast<const uint4 *>(tile + 16 * tid);
+    const uint2 params = *reinterpret_cast<const uint2 *>(tile + 4096 + 2 * (tid & 0x7c));
+    const int base = anew(at.key_to);
+    const bool second_panel = tid & 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const __half2 sm = bits_half2(h ? params.y : params.x), step = __low2half2(sm), offset = __high2half2(sm);
-        const uint32_t row = to + 128 * (16 * warp + 8 * h + g);
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
-            const uint32_t x = h ? (w ? words.w : words.z) : (w ? words.y : words.x);
+        for (int w = 0; w < 2; w++) { /* word w ^ t / 2 */
+            const uint32_t first = h ? words.z : words.x, second = h ? words.w : words.y;
+            const uint32_t x = second_panel ? (w ? first : second) : (w ? second : first);
             uint32_t v[8];
-            v[0] = half2_bits(__hfma2(code_value<0>(x), step, offset));
-            v[1] = half2_bits(__hfma2(code_value<1>(x), step, offset));
-            v[2] = half2_bits(__hfma2(code_value<2>(x), step, offset));
-            v[3] = half2_bits(__hfma2(code_value<3>(x), step, offset));
-            v[4] = half2_bits(__hfma2(code_value<4>(x), step, offset));
-            v[5] = half2_bits(__hfma2(code_value<5>(x), step, offset));
-            v[6] = half2_bits(__hfma2(code_value<6>(x), step, offset));
-            v[7] = half2_bits(__hfma2(code_value<7>(x), step, offset));
-            const uint32_t panel = row + 8192 * (t >> 1);
-            const int chunk = 4 * (t & 1) + 2 * w;
-            store_shared(panel + ((chunk ^ g) << 4), v[0], v[1], v[2], v[3]);
-            store_shared(panel + (((chunk + 1) ^ g) << 4), v[4], v[5], v[6], v[7]);
+            v[0] = half2_bits(__hfma2(code_value<0>(x, thousand), step, offset));
+            v[1] = half2_bits(__hfma2(code_value<1>(x, thousand), step, offset));
+            v[2] = half2_bits(__hfma2(code_value<2>(x, thousand), step, offset));
+            v[3] = half2_bits(__hfma2(code_value<3>(x, thousand), step, offset));
+            v[4] = half2_bits(__hfma2(code_value<4>(x, thousand), step, offset));
+            v[5] = half2_bits(__hfma2(code_value<5>(x, thousand), step, offset));
+            v[6] = half2_bits(__hfma2(code_value<6>(x, thousand), step, offset));
+            v[7] = half2_bits(__hfma2(code_value<7>(x, thousand), step, offset));
+            const uint32_t v_at = to + (base ^ (32 * (w ^ h)));
+            store_shared(v_at + 256 * h, v[0], v[1], v[2], v[3]);
+            store_shared((v_at ^ 16) + 256 * h, v[4], v[5], v[6], v[7]);
         }
     }
 }
 
 /* n: tokens of the page that exist; the others may never have been written. */
-DEVICE void expand_values(const uint8_t *tile, uint32_t to, int n, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    const uint4 words = *reinterpret_cast<const uint4 *>(tile + 2048 + 512 * warp + 16 * lane);
-    uint4 params = *reinterpret_cast<const uint4 *>(tile + 4096 + 256 + 64 * warp + 16 * t);
-    const int token = 16 * warp + 2 * t;
-    if (token >= n) params.x = 0;
-    if (token + 8 >= n) params.y = 0;
-    if (token + 1 >= n) params.z = 0;
-    if (token + 9 >= n) params.w = 0;
+DEVICE void expand_values(const uint8_t *tile, uint32_t to, uint32_t thousand, const ExpandPlaces &at, int n) {
+    const uint4 words = *reinterpret_cast<const uint4 *>(tile + at.value_from);
+    uint4 params = *reinterpret_cast<const uint4 *>(tile + at.value_params);
+    if (n < 64) {
+        const int tid = thread_index(), token = (tid >> 5 & 3) * 16 + 2 * (tid & 3);
+        if (token >= n) params.x = 0;
+        if (token + 8 >= n) params.y = 0;
+        if (token + 1 >= n) params.z = 0;
+        if (token + 9 >= n) params.w = 0;
+    }
+    const __half2 step0 = bits_half2(__byte_perm(params.x, params.z, 0x5410)), offset0 = bits_half2(__byte_perm(params.x, params.z, 0x7632));
+    const __half2 step1 = bits_half2(__byte_perm(params.y, params.w, 0x5410)), offset1 = bits_half2(__byte_perm(params.y, params.w, 0x7632));
+    const uint32_t base = to + anew(at.value_to);
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const uint32_t p0 = k ? params.y : params.x, p1 = k ? params.w : params.z;
-        const __half2 step = bits_half2(__byte_perm(p0, p1, 0x5410)), offset = bits_half2(__byte_perm(p0, p1, 0x7632));
-#pragma unroll
-        for (int w = 0; w < 2; w++) {
-            const uint32_t x = k ? (w ? words.w : words.z) : (w ? words.y : words.x);
-            const uint32_t at = to + 128 * (64 * w + g) + (((2 * warp + k) ^ g) << 4) + 4 * t;
-            auto put = [&](int i, __half2 c) {
-                store_shared(at + 128 * (16 * (i & 3) + 8 * (i >> 2)), half2_bits(__hfma2(c, step, offset)));
-            };
-            put(0, code_value<0>(x));
-            put(1, code_value<1>(x));
-            put(2, code_value<2>(x));
-            put(3, code_value<3>(x));
-            put(4, code_value<4>(x));
-            put(5, code_value<5>(x));
-            put(6, code_value<6>(x));
-            put(7, code_value<7>(x));
-        }
+    for (int w = 0; w < 2; w++) {
+        const uint32_t x = w ? words.y : words.x, y = w ? words.w : words.z;
+        auto put = [&](int i, __half2 a, __half2 b) {
+            store_shared_two(base + 128 * (64 * w + 16 * (i & 3) + 8 * (i >> 2)), half2_bits(__hfma2(a, step0, offset0)),
+                         half2_bits(__hfma2(b, step1, offset1)));
+        };
+        put(0, code_value<0>(x, thousand), code_value<0>(y, thousand));
+        put(1, code_value<1>(x, thousand), code_value<1>(y, thousand));
+        put(2, code_value<2>(x, thousand), code_value<2>(y, thousand));
+        put(3, code_value<3>(x, thousand), code_value<3>(y, thousand));
+        put(4, code_value<4>(x, thousand), code_value<4>(y, thousand));
+        put(5, code_value<5>(x, thousand), code_value<5>(y, thousand));
+        put(6, code_value<6>(x, thousand), code_value<6>(y, thousand));
+        put(7, code_value<7>(x, thousand), code_value<7>(y, thousand));
     }
 }
 
 /* bf16 to fp16; what fp16 cannot hold becomes its largest number. */
 DEVICE float half_range(float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); }
 
-/* 64 rows of the overlay. first, last: positions that some row of the CTA sees; others may never have been written. */
-DEVICE void expand_overlay(const DecodeParams &p, const WideBlock &b, int kind, int page, uint32_t keys, uint32_t values,
-                           int tid) {
+/* First of 64 rows of the overlay. n: rows that there are. */
+DEVICE size_t overlay_rows(const DecodeParams &p, const WideBlock &b, int kind, int page, int &n) {
     const int slot = p.slots ? load_int(p.slots + b.seq) : b.seq;
-    const size_t rows = static_cast<size_t>(slot * p.n_kv_heads + b.head) * (p.sink8 + p.ring) +
-                        (kind == ITEM_SINK ? 64 * page : p.sink8 + 64 * page % p.ring);
-    const int n = kind == ITEM_SINK ? min(p.sink8 - 64 * page, 64) : 64; /* rows that there are */
-#pragma unroll
-    for (int i = tid; i < 512; i += 128) {
-        const int row = i >> 3, c = i & 7;
-        const uint16_t *from = p.overlay_k + (rows + min(row, n - 1)) * Wide::D + 16 * c;
-        const uint4 low = load_uint4(from), high = load_uint4(from + 8);
+    n = kind == ITEM_SINK ? min(p.sink8 - 64 * page, 64) : 64;
+    return static_cast<size_t>(slot * p.n_kv_heads + b.head) * (p.sink8 + p.ring) +
+           (kind == ITEM_SINK ? 64 * page : p.sink8 + 64 * page % p.ring);
+}
+
+/* 64 rows of the overlay: their keys. Cold code: nothing of it is kept for the loop over tiles. */
+DEVICE void expand_overlay_keys(const DecodeParams &p, const WideBlock &b, int kind, int page, uint32_t to) {
+    int n;
+    const uint16_t *from = p.overlay_k + overlay_rows(p, b, kind, page, n) * Wide::D;
+#pragma unroll 2
+    for (int i = thread_index() & 127; i < 512; i += 128) {
+        const int row = i >> 3, c = i & 7, place = (row & 0x31) | (row & 6) << 1 | (row & 8) >> 2;
+        const uint16_t *at = from + min(row, n - 1) * Wide::D + 16 * c;
+        const uint4 low = load_uint4(at), high = load_uint4(at + 8);
         const uint32_t a[4] = {low.x, low.y, low.z, low.w}, d[4] = {high.x, high.y, high.z, high.w};
         uint32_t v[8];
 #pragma unroll
@@ -172,141 +236,171 @@ DEVICE void expand_overlay(const DecodeParams &p, const WideBlock &b, int kind, 
             v[2 * k] = pack_half2(half_range(bf16_low(a[k])), half_range(bf16_low(d[k])));
             v[2 * k + 1] = pack_half2(half_range(bf16_high(a[k])), half_range(bf16_high(d[k])));
         }
-        const uint32_t at = keys + 8192 * (c >> 2) + 128 * row;
-        store_shared(at + (((2 * c & 7) ^ (row & 7)) << 4), v[0], v[1], v[2], v[3]);
-        store_shared(at + ((((2 * c + 1) & 7) ^ (row & 7)) << 4), v[4], v[5], v[6], v[7]);
-    }
-    const int first = visible(p, kind, b.t_first).first - 64 * page, last = visible(p, kind, b.length - 1).last - 64 * page;
-    const uint16_t *from = p.overlay_v + rows * Wide::D + tid;
-#pragma unroll 8
-    for (int pair = 0; pair < 32; pair++) {
-        float x[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int row = 2 * pair + e;
-            const float v = __uint_as_float(load_u16(from + min(row, n - 1) * Wide::D) << 16);
-            x[e] = row >= first && row < last ? half_range(v) : 0.0f;
-        }
-        store_shared(values + 128 * tid + (((pair >> 2) ^ (tid & 7)) << 4) + 4 * (pair & 3), pack_half2(x[0], x[1]));
+        const uint32_t base = to + 8192 * (c >> 2) + 128 * place;
+        store_shared(base + (((2 * c & 7) ^ (place & 7)) << 4), v[0], v[1], v[2], v[3]);
+        store_shared(base + ((((2 * c + 1) & 7) ^ (place & 7)) << 4), v[4], v[5], v[6], v[7]);
     }
 }
 
-/* cos(x f) - 1 and sin(x f) of two tokens of the page and four pairs, of this thread of the warpgroup: pairs 2 t, 2 t + 1,
- * 2 t + 8, 2 t + 9 and tokens 8 apart, half of the threads after and half before the middle of a page. */
-struct WaveTable {
-    float even[2][4], odd[2][4]; /* times the head's unit */
-    unsigned long long turn[4];
-    int row[2]; /* of the page */
-
-    DEVICE void load(const DecodeParams &p, int head, int tid) {
-        const int lane = tid & 31, block = tid >> 5 & 1, g = lane >> 2, t = lane & 3;
-        const bool before = tid >> 6;
-        const uint4 *from = p.bias_table + head * 256 + 32 * block + lane;
-        const float unit = __ldg(p.bias_units + head), sign = before ? -unit : unit;
-        const uint4 e = from[0], e_low = from[64], o = from[128], o_low = from[192];
-        const uint32_t even_high[4] = {e.x, e.y, e.z, e.w}, even_low[4] = {e_low.x, e_low.y, e_low.z, e_low.w};
-        const uint32_t odd_high[4] = {o.x, o.y, o.z, o.w}, odd_low[4] = {o_low.x, o_low.y, o_low.z, o_low.w};
+/* Their values; rows that no query of the CTA sees may never have been written. A lane has two rows. */
+DEVICE void expand_overlay_values(const DecodeParams &p, const WideBlock &b, int kind, int page, uint32_t to) {
+    int n;
+    const uint16_t *from = p.overlay_v + overlay_rows(p, b, kind, page, n) * Wide::D;
+    const int tid = thread_index() & 127, lane = tid & 31;
+    const int first = visible(p, kind, b.t_first).first - 64 * page, last = visible(p, kind, b.length - 1).last - 64 * page;
+    const int row = 2 * lane, place = (lane & 0x18) | (lane & 3) << 1 | (lane & 4) >> 2; /* halved */
+    const uint32_t keep = (row >= first && row < last ? 0x0000ffffu : 0u) | (row + 1 >= first && row + 1 < last ? 0xffff0000u : 0u);
+#pragma unroll 2
+    for (int c = tid >> 5; c < 16; c += 4) { /* channels 8 c .. */
+        const uint4 one = load_uint4(from + min(row, n - 1) * Wide::D + 8 * c);
+        const uint4 two = load_uint4(from + min(row + 1, n - 1) * Wide::D + 8 * c);
+        const uint32_t a[4] = {one.x, one.y, one.z, one.w}, d[4] = {two.x, two.y, two.z, two.w};
 #pragma unroll
-        for (int reg = 0; reg < 4; reg++) { /* row reg & 1, pairs of reg >> 1 */
-            const float2 a = __half22float2(bits_half2(even_high[reg])), b = __half22float2(bits_half2(even_low[reg]));
-            const float2 c = __half22float2(bits_half2(odd_high[reg])), d = __half22float2(bits_half2(odd_low[reg]));
-            even[reg & 1][reg & 2] = (a.x + b.x) * unit;
-            even[reg & 1][(reg & 2) + 1] = (a.y + b.y) * unit;
-            odd[reg & 1][reg & 2] = (c.x + d.x) * sign;
-            odd[reg & 1][(reg & 2) + 1] = (c.y + d.y) * sign;
+        for (int k = 0; k < 8; k++) {
+            const float x = k & 1 ? bf16_high(a[k / 2]) : bf16_low(a[k / 2]), y = k & 1 ? bf16_high(d[k / 2]) : bf16_low(d[k / 2]);
+            store_shared(to + 128 * (8 * c + k) + (((place >> 2) ^ k) << 4) + 4 * (place & 3),
+                         pack_half2(half_range(x), half_range(y)) & keep);
         }
-#pragma unroll
-        for (int k = 0; k < 4; k++) turn[k] = __ldg(p.bias_turn + head * Wide::PAIRS + 2 * t + (k & 1) + 4 * (k & 2));
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int after = 16 * block + g + 8 * h;
-            row[h] = before ? 31 - after : 32 + after;
+    }
+}
+
+/* What waves are made of, in shared memory, for registers are short: e^{i x f} of four pairs, 2 t, 2 t + 1, 2 t + 8,
+ * 2 t + 9, and of one distance x from the middle of a page, as a thread of a warpgroup has them; nu of the middle of
+ * page 0 and the turn a page. */
+struct WaveTable {
+    float4 even[128], odd[128];
+    float2 nu[Wide::PAIRS];
+    unsigned long long turn[Wide::PAIRS];
+
+    /* By the threads of one warpgroup. */
+    DEVICE void load(const DecodeParams &p, int head, int tid) {
+        const int lane = tid & 31, g = lane >> 2, t = lane & 3;
+        const uint4 *from = p.bias_table + head * 256 + (tid & 32) + 16 * (tid >> 6) + 8 * (g >> 2) + 4 * (g & 1) + t;
+        const bool upper = g & 2;
+        const uint4 e = from[0], e_low = from[64], o = from[128], o_low = from[192];
+        auto two = [&](const uint4 &x, const uint4 &x_low, int k) {
+            const float2 a = __half22float2(bits_half2(k ? (upper ? x.w : x.z) : (upper ? x.y : x.x)));
+            const float2 b = __half22float2(bits_half2(k ? (upper ? x_low.w : x_low.z) : (upper ? x_low.y : x_low.x)));
+            return make_float2(a.x + b.x, a.y + b.y);
+        };
+        const float2 e0 = two(e, e_low, 0), e1 = two(e, e_low, 1), o0 = two(o, o_low, 0), o1 = two(o, o_low, 1);
+        even[tid] = make_float4(1 + e0.x, 1 + e0.y, 1 + e1.x, 1 + e1.y);
+        odd[tid] = make_float4(o0.x, o0.y, o1.x, o1.y);
+        if (tid < Wide::PAIRS) {
+            const float unit = __ldg(p.bias_units + head);
+            const float2 x = __ldg(reinterpret_cast<const float2 *>(p.bias_nu) + head * Wide::PAIRS + tid);
+            nu[tid] = make_float2(x.x * unit, x.y * unit);
+            turn[tid] = __ldg(p.bias_turn + head * Wide::PAIRS + tid);
         }
     }
 
-    /* The waves of a page; middles: [16] cos, sin. */
-    DEVICE void expand(int page, uint32_t waves, float2 *middles, int tid) const {
-        const int t = tid & 3;
-        float2 middle[4];
+    /* One place's waves of one dim: pairs k, k + 1. */
+    DEVICE static void put(uint32_t row, int chunk, float x, float y) {
+        const uint32_t high = pack_half2(x, y);
+        const float2 f = __half22float2(bits_half2(high));
+        store_shared(row ^ (chunk << 4), high);
+        store_shared(row ^ ((chunk + 4) << 4), pack_half2(x - f.x, y - f.y));
+    }
+
+    /* The waves of a page. */
+    DEVICE void expand(int page, uint32_t waves, int tid) const {
+        const int lane = tid & 31, g = lane >> 2, t = lane & 3, place = (tid >> 1 & 16) + 8 * (tid >> 6) + g;
+        const float2 phase = bias_phase(turn[tid & 15], page), z = nu[tid & 15];
+        const float2 middle = make_float2(z.x * phase.x - z.y * phase.y, z.x * phase.y + z.y * phase.x);
+        const uint32_t after = waves + 128 * (32 + place) + (g << 4) + 4 * t;
+        const uint32_t before = waves + 128 * (31 - place) + ((7 - g) << 4) + 4 * t;
 #pragma unroll
-        for (int k = 0; k < 4; k++) middle[k] = bias_phase(turn[k], page);
-        if (tid < 4) {
+        for (int k = 0; k < 4; k += 2) { /* pairs k, k + 1: chunk k / 2 of first dims, 2 + k / 2 of second dims */
+            const float2 u = *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(even + tid) + k);
+            const float2 v = *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(odd + tid) + k);
+            const float us[2] = {u.x, u.y}, vs[2] = {v.x, v.y};
+            float up[2][2], down[2][2];
 #pragma unroll
-            for (int k = 0; k < 4; k++) middles[2 * t + (k & 1) + 4 * (k & 2)] = middle[k];
-        }
+            for (int e = 0; e < 2; e++) {
+                const int pair = 2 * t + 4 * k + e;
+                const float x = __shfl_sync(FULL_WARP, middle.x, pair), y = __shfl_sync(FULL_WARP, middle.y, pair);
+                up[0][e] = x * us[e] - y * vs[e];
+                up[1][e] = y * us[e] + x * vs[e];
+                down[0][e] = x * us[e] + y * vs[e];
+                down[1][e] = y * us[e] - x * vs[e];
+            }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const uint32_t at = waves + 128 * row[h] + 4 * t;
-#pragma unroll
-            for (int k = 0; k < 4; k += 2) { /* pairs k, k + 1: chunk k / 2 of cosines, 2 + k / 2 of sines */
-                float wave[2][2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const float u = even[h][k + e], v = odd[h][k + e], c = middle[k + e].x, s = middle[k + e].y;
-                    wave[0][e] = c * u - s * v;
-                    wave[1][e] = s * u + c * v;
-                }
-#pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    const uint32_t high = pack_half2(wave[part][0], wave[part][1]);
-                    const float2 f = __half22float2(bits_half2(high));
-                    const int chunk = 2 * part + (k >> 1);
-                    store_shared(at + ((chunk ^ (row[h] & 7)) << 4), high);
-                    store_shared(at + (((chunk + 4) ^ (row[h] & 7)) << 4), pack_half2(wave[part][0] - f.x, wave[part][1] - f.y));
-                }
+            for (int part = 0; part < 2; part++) {
+                put(after, 2 * part + (k >> 1), up[part][0], up[part][1]);
+                put(before, 2 * part + (k >> 1), down[part][0], down[part][1]);
             }
         }
     }
 };
 
-/* Threads 0 .. 127. */
-template <bool BIAS>
-DEVICE void expand_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, uint32_t raw_full, uint32_t full,
-                       uint32_t empty) {
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, n_items = b.count(), units = n_items - b.n_tiles;
-    const int *table = p.block_table + static_cast<size_t>(b.seq) * p.table_stride + b.tile_first;
-    auto fetch = [&](int tile) { /* by one thread */
-        const uint8_t *from = p.pages + (static_cast<size_t>(load_int(table + tile)) * p.n_kv_heads + b.head) * p.tile_bytes;
-        bulk_copy(shared_address(shared + Wide::RAW_AT + tile % Wide::RAW * Wide::TILE), from, Wide::TILE,
-                  raw_full + 8 * (tile % Wide::RAW));
+/* Threads of the producers. */
+template <bool BIAS> DEVICE void expand_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
+    const int group = static_cast<int>(threadIdx.x) >> 7, tid = threadIdx.x & 127;
+    const int n_items = b.count(), units = n_items - b.n_tiles;
+    const uint32_t k1024 = thousand(p);
+    const ExpandPlaces places(tid);
+    /* Tiles are asked for by the warps in turn, so that none of them falls back; by a lane that has asked for the page's id
+     * at its last turn. */
+    auto id_of = [&](int tile) {
+        return tile < b.n_tiles ? load_int(p.block_table + static_cast<size_t>(anew(b.seq)) * p.table_stride + b.tile_first + tile) : 0;
     };
-    if (tid == 0)
-        for (int i = 0; i < min(Wide::RAW, b.n_tiles); i++) fetch(i);
+    auto fetch = [&](int tile, int id) {
+        bulk_copy(shared_address(shared + Wide::RAW_AT + tile % Wide::RAW * Wide::TILE),
+                  p.pages + static_cast<uint64_t>(static_cast<uint32_t>(id)) * static_cast<uint32_t>(p.n_kv_heads * Wide::TILE) +
+                      anew(b.head) * Wide::TILE,
+                  Wide::TILE, at.raw_full + 8 * (tile % Wide::RAW));
+    };
+    const int first = (units + group) % Wide::PRODUCERS; /* tile */
+    int id = 0;
+    if ((tid & 31) == 0) {
+        if (tid == 0)
+            for (int i = first; i < min(Wide::RAW, b.n_tiles); i += Wide::PRODUCERS) fetch(i, id_of(i));
+        id = id_of(first + Wide::PRODUCERS * (tid >> 5) + Wide::RAW);
+    }
     const int exist = visible(p, ITEM_TILE, b.length - 1).last;
-    WaveTable wave;
-    if (BIAS) wave.load(p, b.head, tid);
-    int stage = 0, phase = 1; /* a stage that was never filled is empty */
+    WaveTable *wave = reinterpret_cast<WaveTable *>(shared + Wide::WAVE_TABLE_AT);
+    if (BIAS) {
+        if (group == 0) wave->load(p, b.head, tid);
+        asm volatile("bar.sync 6, %0;" ::"n"(128 * Wide::PRODUCERS) : "memory");
+    }
 #pragma unroll 1
-    for (int item = 0; item < n_items; item++) {
+    for (int item = group; item < n_items; item += Wide::PRODUCERS) {
         const int page = b.page(item), tile = item - units;
+        const uint32_t stage = static_cast<uint32_t>(item) % Wide::STAGES, slot = static_cast<uint32_t>(tile) % Wide::RAW;
         const uint32_t keys = shared_address(shared + stage * Wide::STAGE), values = keys + Wide::KEYS;
-        barrier_wait(empty + 8 * stage, phase);
-        if (tile < 0) {
-            expand_overlay(p, b, b.kind(item), page, keys, values, tid);
+        const uint32_t phase = ~(static_cast<uint32_t>(item) / Wide::STAGES) & 1; /* a stage that was never filled is empty */
+        const uint8_t *from = shared + Wide::RAW_AT + slot * Wide::TILE;
+        barrier_wait(at.keys_empty + 8 * stage, phase);
+        if (tile >= 0) {
+            barrier_wait(at.raw_full + 8 * slot, static_cast<uint32_t>(tile) / Wide::RAW & 1);
+            expand_keys(from, keys, k1024, places, anew(tid));
         } else {
-            const uint8_t *from = shared + Wide::RAW_AT + tile % Wide::RAW * Wide::TILE;
-            barrier_wait(raw_full + 8 * (tile % Wide::RAW), tile / Wide::RAW & 1);
-            expand_keys(from, keys, warp, lane);
-            expand_values(from, values, exist - 64 * page, warp, lane);
+            expand_overlay_keys(p, b, b.kind(item), page, keys);
         }
-        if (BIAS)
-            wave.expand(page, values + Wide::KEYS, reinterpret_cast<float2 *>(shared + Wide::MIDDLES_AT) + stage * Wide::PAIRS, tid);
+        if (BIAS) wave->expand(page, values + Wide::KEYS, anew(tid));
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        barrier_arrive(full + 8 * stage);
-        asm volatile("bar.sync 1, 128;" ::: "memory"); /* the tile has been read */
-        if (tid == 0 && tile >= 0 && tile + Wide::RAW < b.n_tiles) fetch(tile + Wide::RAW);
-        if (++stage == Wide::STAGES) {
-            stage = 0;
-            phase ^= 1;
+        barrier_arrive(at.keys_full + 8 * stage);
+        barrier_wait(at.values_empty + 8 * stage, phase);
+        if (tile >= 0)
+            expand_values(from, values, k1024, places, exist - 64 * page);
+        else
+            expand_overlay_values(p, b, b.kind(item), page, values);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barrier_arrive(at.values_full + 8 * stage);
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); /* the tile has been read */
+        if (tid == 32 * (tile / Wide::PRODUCERS % 4) && tile >= 0 && tile + Wide::RAW < b.n_tiles) {
+            fetch(tile + Wide::RAW, id);
+            id = id_of(tile + Wide::RAW + 4 * Wide::PRODUCERS);
         }
     }
 }
 
 /* --- the attending warpgroups -------------------------------------------------------------------- */
 
-/* Rows of 128 bytes, 128-byte swizzle, groups of 8 rows 1,024 bytes apart. */
-DEVICE uint64_t matrix_of(uint32_t address) {
-    return static_cast<uint64_t>(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+/* Rows of 128 bytes, 128-byte swizzle, groups of 8 rows 1,024 bytes apart. at: bytes behind the address. */
+DEVICE uint64_t matrix_of(uint32_t address, uint32_t at) {
+    const uint32_t low = (address >> 4 | 1u << 16) + (at >> 4), high = 64u | 1u << 30;
+    return static_cast<uint64_t>(high) << 32 | low;
 }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -330,6 +424,15 @@ DEVICE void wgmma_64(float (&c)[32], const uint32_t (&a)[4], uint64_t b, int acc
         : SIXTEEN(c, 0), SIXTEEN(c, 16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
+/* c [64, 64] += a [64, 16] b [16, 64], a in shared memory too. */
+DEVICE void wgmma_64(float (&c)[32], uint64_t a, uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"
+        "%31}, %32, %33, 1, 1, 1, 0, 0;"
+        : SIXTEEN(c, 0), SIXTEEN(c, 16)
+        : "l"(a), "l"(b));
+}
 /* c [64, 128] += a [64, 16] b [16, 128]. */
 DEVICE void wgmma_128(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
@@ -347,12 +450,21 @@ DEVICE void wgmma_128(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
 struct WideRows {
     uint32_t q[8][4];
     float out[64];
-    float max[2], sum[2], constant[2]; /* raw; constant: q . mean */
-    uint32_t z_high[2][4], z_low[2][4]; /* of tracked pairs, real and imaginary parts: A operands */
-    float scale;                       /* raw scores to log2 */
-    float unit;                        /* of z, a power of two */
-    int row;                           /* of the CTA, the first of the two */
+    float max[2], sum[2]; /* raw */
+    float scale;          /* raw scores to log2 */
 };
+
+/* Of the CTA, the first of a thread's two rows. */
+DEVICE int wide_first_row() {
+    const int tid = thread_index() - 128 * Wide::PRODUCERS;
+    return (tid >> 5) * 16 + (tid >> 2 & 7);
+}
+
+/* Where the warpgroup's queries were: the first and second dims of tracked pairs, not rotated, [64] rows as waves have
+ * them. */
+DEVICE uint32_t wide_pairs(const uint8_t *shared) {
+    return shared_address(shared) + Wide::QUERY_AT + ((thread_index() >> 7) - Wide::PRODUCERS) * (64 * Wide::NATURAL * 2);
+}
 
 /* First element of a row of the CTA, or NULL. */
 DEVICE const uint16_t *wide_row(const DecodeParams &p, const WideBlock &b, int row) {
@@ -361,84 +473,115 @@ DEVICE const uint16_t *wide_row(const DecodeParams &p, const WideBlock &b, int r
     return p.q + (static_cast<size_t>(b.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * Wide::D;
 }
 
-/* q . mean of the warp's sixteen rows; returns the largest |q| of theirs. */
-DEVICE float wide_means(const DecodeParams &p, const WideBlock &b, float *row_const, int first, int lane) {
-    float top = 1e-20f;
-#pragma unroll 1
-    for (int row = first; row < first + 16; row++) {
-        const uint16_t *q = wide_row(p, b, row);
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < Wide::D / 32; i++) {
-            const uint32_t bits = q ? load_u16(q + 32 * i + lane) : 0u;
-            const float x = p.q_is_bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
-            top = fmaxf(top, fabsf(x));
-            if (p.k_mean) sum = fmaf(x, __ldg(p.k_mean + b.head * Wide::D + 32 * i + lane), sum);
-        }
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
-        if (lane == 0) row_const[row] = sum;
-    }
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
-    return top;
+DEVICE float2 query_floats(const DecodeParams &p, uint32_t word) {
+    return p.q_is_bf16 ? make_float2(bf16_low(word), bf16_high(word)) : __half22float2(bits_half2(word));
 }
 
-/* Rotates the warp's sixteen rows, scaled by a power of two, to shared memory and takes them as A operands. Returns the
- * scale. */
-DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, __half *natural, float *row_const, int first,
-                         int lane) {
+/* The warp's sixteen rows, times a power of two that is returned, to shared memory as fp16, and q . mean. */
+DEVICE float wide_load(const DecodeParams &p, const WideBlock &b, __half *natural, float *constants, int first, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    const float top = wide_means(p, b, row_const, first, lane);
-    const float scale = __int_as_float((9 - ((__float_as_int(top) >> 23) - 127) + 127) << 23);
     uint4 x[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const uint16_t *row = wide_row(p, b, first + 8 * j + g);
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            x[j][m] = row ? load_uint4(row + 32 * m + 8 * t) : make_uint4(0, 0, 0, 0);
-            uint32_t *w = reinterpret_cast<uint32_t *>(&x[j][m]);
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float2 f = p.q_is_bf16 ? make_float2(bf16_low(w[k]), bf16_high(w[k])) : __half22float2(bits_half2(w[k]));
-                w[k] = pack_half2(f.x * scale, f.y * scale);
-            }
-        }
+        for (int m = 0; m < 4; m++) x[j][m] = row ? load_uint4(row + 32 * m + 8 * t) : make_uint4(0, 0, 0, 0);
     }
-    const uint4 *u = p.k_rotation + static_cast<size_t>(b.head) * 64 * 64 + lane;
-#pragma unroll 1
-    for (int m = 0; m < 8; m++) {
-        uint4 high[8], low[8];
+    float top = 1e-20f, sum[2] = {0, 0};
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            high[k] = load_kept(u + (m * 8 + k) * 64);
-            low[k] = load_kept(u + (m * 8 + k) * 64 + 32);
+    for (int m = 0; m < 4; m++) {
+        float mean[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (p.k_mean) {
+            const float4 *from = reinterpret_cast<const float4 *>(p.k_mean + b.head * Wide::D + 32 * m + 8 * t);
+            *reinterpret_cast<float4 *>(mean) = __ldg(from);
+            *reinterpret_cast<float4 *>(mean + 4) = __ldg(from + 1);
         }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            float c[4] = {0, 0, 0, 0};
+            const uint32_t w[4] = {x[j][m].x, x[j][m].y, x[j][m].z, x[j][m].w};
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const uint32_t b0 = k & 1 ? x[j][k / 2].z : x[j][k / 2].x, b1 = k & 1 ? x[j][k / 2].w : x[j][k / 2].y;
-                mma_f16(c, high[k].x, high[k].y, high[k].z, high[k].w, b0, b1);
-                mma_f16(c, low[k].x, low[k].y, low[k].z, low[k].w, b0, b1);
-            }
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                __half *to = natural + (first + 8 * j + 2 * t + e) * Wide::NATURAL + 16 * m + g;
-                to[0] = __float2half_rn(c[e]);
-                to[8] = __float2half_rn(c[2 + e]);
+            for (int k = 0; k < 4; k++) {
+                const float2 f = query_floats(p, w[k]);
+                top = fmaxf(top, fmaxf(fabsf(f.x), fabsf(f.y)));
+                sum[j] = fmaf(f.x, mean[2 * k], fmaf(f.y, mean[2 * k + 1], sum[j]));
             }
         }
     }
-    __syncwarp();
-    r.row = first + g;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
+    const float scale = __int_as_float((9 - ((__float_as_int(top) >> 23) - 127) + 127) << 23);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 1);
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 2);
+        if (t == 0) constants[first + 8 * j + g] = sum[j] * scale;
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            uint32_t w[4] = {x[j][m].x, x[j][m].y, x[j][m].z, x[j][m].w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 f = query_floats(p, w[k]);
+                w[k] = pack_half2(f.x * scale, f.y * scale);
+            }
+            *reinterpret_cast<uint4 *>(natural + (first + 8 * j + g) * Wide::NATURAL + 32 * m + 8 * t) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+    return scale;
+}
+
+/* Rotates the warpgroup's 64 rows in shared memory; every warp does 32 channels of all. Little code: it comes from memory
+ * once a CTA. */
+DEVICE void wide_rotate(const DecodeParams &p, const WideBlock &b, __half *rows, int barrier, int warp, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const uint4 *u = p.k_rotation + static_cast<size_t>(b.head) * 64 * 64 + 2 * warp * 8 * 64 + lane;
+    uint4 high[2][8], low[2][8];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            high[i][k] = load_kept(u + (i * 8 + k) * 64);
+            low[i][k] = load_kept(u + (i * 8 + k) * 64 + 32);
+        }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+#pragma unroll 1
+    for (int j = 0; j < 64; j += 8) {
+        float c[2][4] = {};
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(rows + (j + g) * Wide::NATURAL + 32 * m + 8 * t);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint4 &h0 = high[i][2 * m], &h1 = high[i][2 * m + 1], &l0 = low[i][2 * m], &l1 = low[i][2 * m + 1];
+                mma_f16(c[i], h0.x, h0.y, h0.z, h0.w, x.x, x.y);
+                mma_f16(c[i], l0.x, l0.y, l0.z, l0.w, x.x, x.y);
+                mma_f16(c[i], h1.x, h1.y, h1.z, h1.w, x.z, x.w);
+                mma_f16(c[i], l1.x, l1.y, l1.z, l1.w, x.z, x.w);
+            }
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); /* all have read these eight rows */
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                __half *to = rows + (j + 2 * t + e) * Wide::NATURAL + 16 * (2 * warp + i) + g;
+                to[0] = __float2half_rn(c[i][e]);
+                to[8] = __float2half_rn(c[i][2 + e]);
+            }
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+/* The warpgroup's 64 rows, whose place in shared memory is `natural`, rotated, as A operands. Returns the scale of
+ * wide_load(). */
+DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, __half *natural, float *constants, int group,
+                          int warp, int lane) {
+    const int t = lane & 3, first = 64 * group + 16 * warp;
+    const float scale = wide_load(p, b, natural, constants, first, lane);
+    wide_rotate(p, b, natural + 64 * group * Wide::NATURAL, 4 + group, warp, lane);
     r.scale = __fdividef(p.scale_log2, scale);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const __half *from = natural + (r.row + 8 * h) * Wide::NATURAL + t;
-        r.constant[h] = row_const[r.row + 8 * h] * scale;
+        const __half *from = natural + (first + (lane >> 2) + 8 * h) * Wide::NATURAL + t;
         r.max[h] = NO_MAXIMUM;
         r.sum[h] = 0;
 #pragma unroll
@@ -452,18 +595,18 @@ DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r
     return scale;
 }
 
-/* conj(q) nu of the lane's four pairs of both rows, as A operands. scale: that of wide_queries(). */
-DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, float scale, int lane) {
-    const int t = lane & 3;
-    r.unit = __ldg(p.bias_units + b.head);
+/* The channels of tracked pairs of the warpgroup's 64 rows to wide_pairs(): exact, for they have
+ * at most 11 bits. scale: that of wide_load(). */
+DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, uint32_t pairs, float scale, int barrier, int lane) {
+    const int t = lane & 3, first = wide_first_row();
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); /* all have taken their queries */
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const uint16_t *q = wide_row(p, b, r.row + 8 * h);
+        const uint16_t *q = wide_row(p, b, first + 8 * h);
+        const uint32_t row = pairs + 128 * ((first & 63) + 8 * h) + ((first & 7) << 4) + 4 * t;
 #pragma unroll
         for (int k = 0; k < 2; k++) { /* pairs 2 t + 8 k and the next */
-            const int pair = b.head * Wide::PAIRS + 2 * t + 8 * k;
-            const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + pair));
-            const float4 nu = __ldg(reinterpret_cast<const float4 *>(reinterpret_cast<const float2 *>(p.bias_nu) + pair));
+            const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + b.head * Wide::PAIRS + 2 * t + 8 * k));
             const int at[4] = {dims.x, dims.y, dims.z, dims.w};
             float x[4];
 #pragma unroll
@@ -471,86 +614,75 @@ DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRow
                 const uint32_t bits = q ? load_u16(q + at[i]) : 0u;
                 x[i] = (p.q_is_bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits))) * scale;
             }
-            const float re[2] = {x[0] * nu.x + x[1] * nu.y, x[2] * nu.z + x[3] * nu.w};
-            const float im[2] = {x[1] * nu.x - x[0] * nu.y, x[3] * nu.z - x[2] * nu.w};
-            r.z_high[0][2 * k + h] = pack_half2(re[0], re[1]);
-            r.z_high[1][2 * k + h] = pack_half2(im[0], im[1]);
-            const float2 a = __half22float2(bits_half2(r.z_high[0][2 * k + h])), c = __half22float2(bits_half2(r.z_high[1][2 * k + h]));
-            r.z_low[0][2 * k + h] = pack_half2(re[0] - a.x, re[1] - a.y);
-            r.z_low[1][2 * k + h] = pack_half2(im[0] - c.x, im[1] - c.y);
+            store_shared(row ^ (k << 4), pack_half2(x[0], x[2]));
+            store_shared(row ^ ((2 + k) << 4), pack_half2(x[1], x[3]));
         }
     }
-}
-
-/* The bias in the middle of a page, raw, of the thread's rows. middles: [16] cos, sin. */
-DEVICE void wide_middle(const WideRows &r, const float2 *middles, int lane, float (&out)[2]) {
-    const int t = lane & 3;
-    out[0] = out[1] = 0;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const float4 m = *reinterpret_cast<const float4 *>(middles + 2 * t + 8 * k);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float2 re = __half22float2(bits_half2(r.z_high[0][2 * k + h])), im = __half22float2(bits_half2(r.z_high[1][2 * k + h]));
-            const float2 re_low = __half22float2(bits_half2(r.z_low[0][2 * k + h])), im_low = __half22float2(bits_half2(r.z_low[1][2 * k + h]));
-            out[h] = fmaf(re.x + re_low.x, m.x, fmaf(im.x + im_low.x, m.y, out[h]));
-            out[h] = fmaf(re.y + re_low.y, m.z, fmaf(im.y + im_low.y, m.w, out[h]));
-        }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        out[h] += __shfl_xor_sync(FULL_WARP, out[h], 1);
-        out[h] += __shfl_xor_sync(FULL_WARP, out[h], 2);
-        out[h] *= r.unit;
-    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
 /* Starts the scores of an item, whose stage is at `keys`. */
-template <bool BIAS> DEVICE void wide_scores(const WideRows &r, uint32_t keys, float (&s)[32]) {
+template <bool BIAS> DEVICE void wide_scores(const WideRows &r, const uint8_t *shared, uint32_t keys, float (&s)[32]) {
     wgmma_settle(s);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma_64(s, r.q[k], matrix_of(keys + 8192 * (k >> 2) + 32 * (k & 3)), k);
+    for (int k = 0; k < 8; k++) wgmma_64(s, r.q[k], matrix_of(keys, 8192 * (k >> 2) + 32 * (k & 3)), k);
     if (BIAS) {
-        const uint32_t waves = keys + 2 * Wide::KEYS;
+        const uint32_t pairs = wide_pairs(shared);
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            wgmma_64(s, r.z_high[k], matrix_of(waves + 32 * k), 1);
-            wgmma_64(s, r.z_low[k], matrix_of(waves + 32 * k), 1);
-            wgmma_64(s, r.z_high[k], matrix_of(waves + 64 + 32 * k), 1);
-        }
+        for (int k = 0; k < 4; k++) wgmma_64(s, matrix_of(pairs, 32 * (k & 1)), matrix_of(keys, 2 * Wide::KEYS + 32 * k));
     }
     wgmma_commit();
 }
 
-/* The softmax of an item's scores, in place: probabilities, and what outputs so far are to be multiplied by; false when
- * that is 1, since the running maxima are raised only where a score asks for it, as raise_maximum() does. masked: some
- * row does not see all of the item. */
-template <bool BIAS>
-DEVICE bool wide_softmax(const DecodeParams &p, const WideBlock &b, WideRows &r, float (&s)[32], const float2 *middles,
-                         int kind, int page, bool masked, int lane, float (&factor)[2]) {
-    float middle[2] = {0, 0};
-    if (BIAS) wide_middle(r, middles, lane, middle);
-    if (masked) {
+/* Scores of what the thread's rows do not see. */
+DEVICE void wide_mask(const DecodeParams &p, const WideBlock &b, float (&s)[32], int item) {
+    const int tid = thread_index(), row = wide_first_row();
+    const int kind = b.kind(item), at = 64 * b.page(item) + 8 * (tid & 1) + (tid & 2);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const Span see = visible(p, kind, b.token(p, row + 8 * h));
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int position = at + 16 * (j >> 1) + 4 * (j & 1) + e;
+                if (position < see.first || position >= see.last) s[4 * j + 2 * h + e] = MASKED;
+            }
+    }
+}
+
+/* Probabilities by the running maxima, as A operands, and their sums a row. */
+DEVICE void wide_probabilities(const WideRows &r, const float (&s)[32], uint32_t (&prob)[4][4], float (&sum)[2]) {
+    const float shift[2] = {r.max[0] * r.scale, r.max[1] * r.scale};
+    float sums[2][2];
+#pragma unroll
+    for (int j = 0; j < 8; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const Span see = visible(p, kind, b.token(p, r.row + 8 * h));
-            const int at = 64 * page + 2 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (at + 8 * j + e < see.first || at + 8 * j + e >= see.last) s[4 * j + 2 * h + e] = MASKED;
+            const float x = exp2_fast(fmaf(s[4 * j + 2 * h], r.scale, -shift[h]));
+            const float y = exp2_fast(fmaf(s[4 * j + 2 * h + 1], r.scale, -shift[h]));
+            prob[j >> 1][2 * (j & 1) + h] = pack_half2(x, y);
+            sums[h][0] = j == 0 ? x : sums[h][0] + x;
+            sums[h][1] = j == 0 ? y : sums[h][1] + y;
         }
-    }
-    float top[2] = {s[0], s[2]};
-#pragma unroll
-    for (int i = 0; i < 32; i++) top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], s[i]);
-    top[0] += middle[0];
-    top[1] += middle[1];
-    factor[0] = factor[1] = 1;
-    const bool up = __any_sync(FULL_WARP, fmaxf(top[0] - r.max[0], top[1] - r.max[1]) * r.scale > RAISE_ABOVE);
+    sum[0] = sums[0][0] + sums[0][1];
+    sum[1] = sums[1][0] + sums[1][1];
+}
+
+/* The softmax of an item's scores: probabilities, and what outputs so far are to be multiplied by; false when that is 1.
+ * Nothing looks for the largest score unless a sum of probabilities is so large that one of them may be beyond fp16: the
+ * running maxima are lower than the scores' by no more than that allows, and raised only then. */
+DEVICE bool wide_softmax(WideRows &r, const float (&s)[32], uint32_t (&prob)[4][4], float (&factor)[2]) {
+    constexpr float LARGE = 1024;
+    float sum[2];
+    wide_probabilities(r, s, prob, sum);
+    const bool up = __any_sync(FULL_WARP, fmaxf(sum[0], sum[1]) > LARGE);
     if (up) {
+        float top[2] = {s[0], s[2]};
+#pragma unroll
+        for (int i = 0; i < 32; i++) top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], s[i]);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             top[h] = fmaxf(top[h], r.max[h]);
@@ -560,22 +692,11 @@ DEVICE bool wide_softmax(const DecodeParams &p, const WideBlock &b, WideRows &r,
             r.max[h] = top[h];
             r.sum[h] *= factor[h];
         }
+        wide_probabilities(r, s, prob, sum);
     }
-    const float shift[2] = {(r.max[0] - middle[0]) * r.scale, (r.max[1] - middle[1]) * r.scale};
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        s[i] = exp2_fast(fmaf(s[i], r.scale, -shift[i >> 1 & 1]));
-        r.sum[i >> 1 & 1] += s[i];
-    }
+    r.sum[0] += sum[0];
+    r.sum[1] += sum[1];
     return up;
-}
-
-/* Probabilities as A operands. */
-DEVICE void wide_pack(const float (&s)[32], uint32_t (&prob)[4][4]) {
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) prob[j >> 1][2 * (j & 1) + h] = pack_half2(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
 }
 
 /* Starts the product of probabilities and values. */
@@ -583,7 +704,7 @@ DEVICE void wide_values(WideRows &r, uint32_t keys, const uint32_t (&prob)[4][4]
     wgmma_settle(r.out);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma_128(r.out, prob[k], matrix_of(keys + Wide::KEYS + 32 * k));
+    for (int k = 0; k < 4; k++) wgmma_128(r.out, prob[k], matrix_of(keys, Wide::KEYS + 32 * k));
     wgmma_commit();
 }
 
@@ -610,87 +731,125 @@ DEVICE void wide_turn_back(const DecodeParams &p, const WideBlock &b, const floa
     }
 }
 
-/* Normalises, adds the mean, writes. */
-DEVICE void wide_write(const DecodeParams &p, const WideBlock &b, WideRows &r, float *rows, int group, int lane) {
-    const Target to = {b.seq, b.head, b.cta_row, 0};
+/* The same, not turned back. A warp has a row at a time, a lane four channels. */
+DEVICE void wide_copy_out(const DecodeParams &p, const WideBlock &b, const float *rows, int first, int tid) {
+    const int d = 4 * (tid & 31);
+    float4 mean = make_float4(0, 0, 0, 0);
+    if (p.v_mean_rotated) mean = __ldg(reinterpret_cast<const float4 *>(p.v_mean_rotated + b.head * Wide::D + d));
+#pragma unroll 2
+    for (int row = tid >> 5; row < min(64, b.n_rows - first); row += 4) {
+        const float4 x = *reinterpret_cast<const float4 *>(rows + row * Wide::OUT + d);
+        const int at = b.cta_row + first + row, token = divide(at, p.gqa, p.gqa_magic), head = b.head * p.gqa + at - token * p.gqa;
+        const size_t to = (static_cast<size_t>(b.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * Wide::D + d;
+        const float4 y = make_float4(x.x + mean.x, x.y + mean.y, x.z + mean.z, x.w + mean.w);
+        if (p.out_dtype == OSCAR_DTYPE_F32)
+            *reinterpret_cast<float4 *>(static_cast<float *>(p.out) + to) = y;
+        else
+            *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(p.out) + to) =
+                p.out_dtype == OSCAR_DTYPE_BF16 ? make_uint2(pack_bf162(y.x, y.y), pack_bf162(y.z, y.w))
+                                                : make_uint2(pack_half2(y.x, y.y), pack_half2(y.z, y.w));
+    }
+}
+
+/* Normalises, adds the mean, writes, by way of the warpgroup's rows in shared memory. */
+DEVICE void wide_write(const DecodeParams &p, const WideBlock &b, WideRows &r, const float *constants, float *rows, int group,
+                       int lane) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int row = r.row + 8 * h, at = b.cta_row + min(row, b.n_rows - 1);
+        const int row = wide_first_row() + 8 * h, at = b.cta_row + min(row, b.n_rows - 1);
         const int head = b.head * p.gqa + at - divide(at, p.gqa, p.gqa_magic) * p.gqa;
         r.sum[h] += __shfl_xor_sync(FULL_WARP, r.sum[h], 1);
         r.sum[h] += __shfl_xor_sync(FULL_WARP, r.sum[h], 2);
-        const float norm = normaliser((r.max[h] + r.constant[h]) * r.scale, r.sum[h], p.sink_logits, head);
+        const float norm = normaliser((r.max[h] + constants[row]) * r.scale, r.sum[h], p.sink_logits, head);
+        float *to = rows + (row & 63) * Wide::OUT + 2 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < 16; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int d = 8 * j + 2 * (lane & 3) + e;
-                const float x = r.out[4 * j + 2 * h + e] * norm;
-                if (p.v_rotation_t)
-                    rows[(row & 63) * Wide::OUT + d] = x;
-                else if (row < b.n_rows)
-                    write_value<Wide>(p, to, row, d, x + (p.v_mean_rotated ? __ldg(p.v_mean_rotated + b.head * Wide::D + d) : 0.0f));
-            }
+            *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(r.out[4 * j + 2 * h] * norm, r.out[4 * j + 2 * h + 1] * norm);
     }
-    if (!p.v_rotation_t) return;
-    asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
-    wide_turn_back(p, b, rows, 64 * group, static_cast<int>(threadIdx.x & 127));
+    asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");
+    if (p.v_rotation_t)
+        wide_turn_back(p, b, rows, 64 * group, static_cast<int>(threadIdx.x & 127));
+    else
+        wide_copy_out(p, b, rows, 64 * group, static_cast<int>(threadIdx.x & 127));
 }
 
-/* Threads 128 and up. */
-template <bool BIAS>
-DEVICE void attend_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, uint32_t full, uint32_t empty) {
-    const int lane = threadIdx.x & 31, group = (static_cast<int>(threadIdx.x) >> 7) - 1;
-    const int first = 64 * group + 16 * (static_cast<int>(threadIdx.x) >> 5 & 3), n_items = b.count();
+/* The attending warpgroups start their products in turn: one has its softmax while the other has products. */
+DEVICE void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(7 + group) : "memory"); }
+DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(8 - group) : "memory"); }
+
+/* Threads of the consumers. */
+template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
+    const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5 & 3;
+    const int group = (static_cast<int>(threadIdx.x) >> 7) - Wide::PRODUCERS, n_items = b.count();
     WideRows r;
-    const float scale = wide_queries(p, b, r, reinterpret_cast<__half *>(shared + Wide::QUERY_AT),
-                                     reinterpret_cast<float *>(shared + Wide::CONST_AT), first, lane);
-    if (BIAS) wide_bias_queries(p, b, r, scale, lane);
-    /* Tiles that every row of the CTA sees whole. */
-    const int clear_first = (visible(p, ITEM_TILE, b.length - 1).first + 63) >> 6;
-    const int clear_last = visible(p, ITEM_TILE, b.t_first).last >> 6;
-    auto stage_of = [&](int item) { return shared_address(shared + item % Wide::STAGES * Wide::STAGE); };
-    auto wait_for = [&](int item) { barrier_wait(full + 8 * (item % Wide::STAGES), item / Wide::STAGES & 1); };
-    auto middles_of = [&](int item) {
-        return reinterpret_cast<const float2 *>(shared + Wide::MIDDLES_AT) + item % Wide::STAGES * Wide::PAIRS;
+    float *constants = reinterpret_cast<float *>(shared + Wide::CONST_AT);
+    const float scale = wide_queries(p, b, r, reinterpret_cast<__half *>(shared + Wide::QUERY_AT), constants, group, warp, lane);
+    if (BIAS)
+        wide_bias_queries(p, b, wide_pairs(shared), scale, 4 + group, lane);
+    /* Tiles that every row of the CTA sees whole, as items. */
+    const int units = n_items - b.n_tiles, tile0 = units - b.tile_first;
+    const int clear_first = max(units, tile0 + ((visible(p, ITEM_TILE, b.length - 1).first + 63) >> 6));
+    const int clear_last = tile0 + (visible(p, ITEM_TILE, b.t_first).last >> 6);
+    auto stage_of = [&](uint32_t item) { return shared_address(shared) + item % Wide::STAGES * Wide::STAGE; };
+    auto start_scores = [&](uint32_t item, float (&s)[32]) {
+        barrier_wait(at.keys_full + 8 * (item % Wide::STAGES), item / Wide::STAGES & 1);
+        wide_scores<BIAS>(r, shared, stage_of(item), s);
     };
-    auto softmax = [&](int item, float (&s)[32], float (&factor)[2]) {
-        const int kind = b.kind(item), page = b.page(item);
-        return wide_softmax<BIAS>(p, b, r, s, middles_of(item), kind, page,
-                                  kind != ITEM_TILE || page < clear_first || page >= clear_last, lane, factor);
+    auto release = [&](uint32_t empty, uint32_t item) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * (item % Wide::STAGES));
     };
-    /* The values' product of an item is under way during the softmax of the next. */
+    auto start_values = [&](uint32_t item, const uint32_t (&prob)[4][4]) {
+        barrier_wait(at.values_full + 8 * (item % Wide::STAGES), item / Wide::STAGES & 1);
+        wide_values(r, stage_of(item), prob);
+    };
     float s[32], factor[2];
-    uint32_t prob[4][4];
-    wait_for(0);
-    wide_scores<BIAS>(r, stage_of(0), s);
-    wgmma_wait<0>();
-    wgmma_settle(s);
-    softmax(0, s, factor);
-    wide_pack(s, prob);
-#pragma unroll 1
-    for (int item = 1; item < n_items; item++) {
-        wait_for(item);
-        wide_scores<BIAS>(r, stage_of(item), s);
-        wide_values(r, stage_of(item - 1), prob);
-        wgmma_wait<1>();
+    /* An item's scores, when the values' product of the item before is under way, to probabilities. */
+    auto softmax = [&](int item, uint32_t (&prob)[4][4]) {
         wgmma_settle(s);
-        const bool up = softmax(item, s, factor);
+        release(at.keys_empty, item);
+        if (item < clear_first || item >= clear_last) wide_mask(p, b, s, item);
+        const bool up = wide_softmax(r, s, prob, factor);
+#pragma unroll
+        for (int i = 0; i < 16; i++) asm volatile("" : "+r"(prob[i >> 2][i & 3])::"memory"); /* nothing waits for the product */
+        return up;
+    };
+    auto step = [&](int item, const uint32_t (&before)[4][4], uint32_t (&prob)[4][4]) {
+        wait_turn(group);
+        start_scores(item, s);
+        start_values(item - 1, before);
+        if (group == 0 || item + 1 < n_items) give_turn(group);
+        wgmma_wait<1>();
+        const bool up = softmax(item, prob);
         wgmma_wait<0>();
         wgmma_settle(r.out);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * ((item - 1) % Wide::STAGES));
+        release(at.values_empty, item - 1);
         if (up) {
 #pragma unroll
             for (int i = 0; i < 64; i++) r.out[i] *= factor[i >> 1 & 1];
         }
-        wide_pack(s, prob);
+    };
+    uint32_t even[4][4], odd[4][4];
+    if (group == 1 && n_items > 1) give_turn(group); /* group 0 begins */
+    start_scores(0, s);
+    wgmma_wait<0>();
+    softmax(0, even);
+    int item = 1;
+#pragma unroll 1
+    for (; item + 1 < n_items; item += 2) {
+        step(item, even, odd);
+        step(item + 1, odd, even);
     }
-    wide_values(r, stage_of(n_items - 1), prob);
+    if (item < n_items) {
+        step(item, even, odd);
+        start_values(item, odd);
+    } else {
+        start_values(item - 1, even);
+    }
     wgmma_wait<0>();
     wgmma_settle(r.out);
-    asm volatile("bar.sync 2, %0;" ::"n"(128 * Wide::CONSUMERS) : "memory"); /* the stages are done with */
-    wide_write(p, b, r, reinterpret_cast<float *>(shared) + 64 * group * Wide::OUT, group, lane);
+    asm volatile("bar.sync 3, %0;" ::"n"(128 * Wide::CONSUMERS) : "memory"); /* the stages are done with */
+    wide_write(p, b, r, constants, reinterpret_cast<float *>(shared) + 64 * group * Wide::OUT, group, lane);
 }
 
 #endif
@@ -700,26 +859,18 @@ __global__ void __launch_bounds__(Wide::THREADS, 1) prefill_wgmma_kernel(const _
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t unaligned[];
     uint8_t *shared = unaligned + (-shared_address(unaligned) & 1023);
-    const uint32_t raw_full = shared_address(shared + Wide::BARRIERS_AT), full = raw_full + 8 * Wide::RAW;
-    const uint32_t empty = full + 8 * Wide::STAGES;
+    const WideBarriers at(shared_address(shared + Wide::BARRIERS_AT));
     const int length = load_int(p.lengths + blockIdx.z);
     if (length < p.n_q_tokens) return; /* the sequence is skipped */
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Wide::RAW; i++) barrier_init(raw_full + 8 * i, 1);
-        for (int i = 0; i < Wide::STAGES; i++) {
-            barrier_init(full + 8 * i, 128);
-            barrier_init(empty + 8 * i, 4 * Wide::CONSUMERS);
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
+    if (threadIdx.x == 0) at.init();
     __syncthreads();
     const WideBlock b = wide_block(p, length);
-    if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-        expand_all<BIAS>(p, b, shared, raw_full, full, empty);
+    if (threadIdx.x < 128 * Wide::PRODUCERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        expand_all<BIAS>(p, b, shared, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-        attend_all<BIAS>(p, b, shared, full, empty);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        attend_all<BIAS>(p, b, shared, at);
     }
 #endif
 }

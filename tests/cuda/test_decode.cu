@@ -394,6 +394,41 @@ static void test_graph(int d) {
     cudaStreamDestroy(stream);
 }
 
+static void test_quick(int d) {
+    for (int gqa : {4, 7, 12, 16}) {
+        Problem p = make(d, gqa, {450, 70});
+        p.n_kv_heads = 1;
+        p.n_tracked = gqa == 7 ? 16 : 0;
+        p.bias_size = 2;
+        run_case("quick", p, 1e-3, true);
+    }
+    for (int back = 0; back < 2; back++) {
+        Problem one = make(d, 4, {450});
+        one.n_kv_heads = 8;
+        one.out_rotated = !back;
+        run_case("quick, one sequence", one, 1e-3, true);
+    }
+    Problem p = make(d, 4, {450, 70});
+    p.n_kv_heads = 1;
+    p.bits_k = 4;
+    p.bits_v = 3;
+    run_case("quick", p, 1e-3, true);
+}
+
+/* Long enough for rings of tiles and stages to come around. */
+static void test_quick_prefill(int d) {
+    for (int tracked : {0, 16}) {
+        Problem p = make(d, 4, {1000, 90});
+        p.n_kv_heads = 1;
+        p.n_q_tokens = 70;
+        p.ring = 512;
+        p.n_tracked = tracked;
+        p.bias_size = 2;
+        p.out_rotated = tracked == 0;
+        run_case("quick prefill", p, 1e-3, true, true);
+    }
+}
+
 int main(int argc, char **argv) {
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
@@ -405,30 +440,8 @@ int main(int argc, char **argv) {
     for (int d : {128, 64, 256}) {
         if (argc > 1 && atoi(argv[1]) != d) continue;
         if (quick) {
-            for (int gqa : {4, 7, 12, 16}) {
-                Problem p = make(d, gqa, {450, 70});
-                p.n_kv_heads = 1;
-                p.n_tracked = gqa == 7 ? 16 : 0;
-                p.bias_size = 2;
-                run_case("quick", p, 1e-3, true);
-            }
-            for (int back = 0; back < 2; back++) {
-                Problem one = make(d, 4, {450});
-                one.n_kv_heads = 8;
-                one.out_rotated = !back;
-                run_case("quick, one sequence", one, 1e-3, true);
-            }
-            Problem p = make(d, 4, {450, 70});
-            p.n_kv_heads = 1;
-            p.bits_k = 4;
-            p.bits_v = 3;
-            run_case("quick", p, 1e-3, true);
-            Problem c = make(d, 4, {200, 90});
-            c.n_kv_heads = 1;
-            c.n_q_tokens = 70;
-            c.n_tracked = 16;
-            c.bias_size = 2;
-            run_case("quick prefill", c, 1e-3, true, true);
+            if (argc < 3 || strcmp(argv[2], "prefill")) test_quick(d);
+            test_quick_prefill(d);
             continue;
         }
         const struct {
