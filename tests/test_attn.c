@@ -389,7 +389,8 @@ static void test_logits(void **state) {
     }
 }
 
-/* exp, seen alone: a row whose sum is 1 at logit -x meets logit 0 with value 0. */
+/* exp, seen alone: a row whose sum is 1 at logit -x meets logit 0 with value 0. Relative to the largest weight,
+ * which is 1, the error allowed is below 3.3e-7 everywhere. */
 static void test_exponential(void **state) {
     (void)state;
     const attn_ops *ops[3];
@@ -413,14 +414,14 @@ static void test_exponential(void **state) {
             for (int r = 0; r < 128; r++) {
                 double want = exp(-(double)c.rows.q[r * 16]), got = (double)c.rows.acc[r * 16];
                 if (want < 0x1p-125) assert_true(got >= 0 && got < 0x1p-124);
-                else worst[o] = fmax(worst[o], fabs(got / want - 1));
+                else worst[o] = fmax(worst[o], fabs(got / want - 1) / (3e-7 + 8e-8 * (double)c.rows.q[r * 16]));
             }
         }
         tile_case_free(&c);
     }
     for (int o = 0; o < n_ops; o++) {
-        printf("exp, %s: largest relative error %.2e\n", ops[o]->name, worst[o]);
-        assert_true(worst[o] < 1e-6);
+        printf("exp, %s: largest error %.2f of what is allowed\n", ops[o]->name, worst[o]);
+        assert_true(worst[o] < 1);
     }
 }
 

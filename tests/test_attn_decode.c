@@ -11,6 +11,7 @@
 #define OUTPUT_ERROR 2e-3
 
 static uint64_t random_state;
+static int n_runs;
 
 static int random_below(int n) { return (int)(rng_next(&random_state) % (uint64_t)n); }
 static float random_normal(void) { return (float)rng_normal(&random_state); }
@@ -146,7 +147,8 @@ static void case_free(decode_case *c) {
     aligned_free(c->q), aligned_free(c->bias), aligned_free(c->want), aligned_free(c->logits);
 }
 
-/* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. */
+/* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. Whether a page is told of the
+ * next one changes from run to run, which must change nothing. */
 static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1, float *out) {
     const shape *s = &c->s;
     int d = s->d, q_dim = d + 2 * s->n_pairs, n = r1 - r0;
@@ -161,6 +163,7 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
                       .row_sum = state + n, .acc = acc, .logits = logits};
     for (int r = 0; r < n; r++) rows.row_max[r] = -INFINITY;
     decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
+    n_runs++;
     ops->begin(decode);
     for (int b = 0; b < c->n_pages; b++) {
         uint64_t valid = 0, masks[ATTN_ROWS_MAX] = {0};
@@ -173,8 +176,11 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
         }
         if (s->overlay >> b & 1)
             ops->overlay(decode, (uint16_t *)(void *)c->keys[b], (uint16_t *)(void *)c->values[b], valid, masks);
-        else
+        else {
+            bool told = b + 1 < c->n_pages && !(s->overlay >> (b + 1) & 1) && (n_runs + b) % 3;
+            decode->next_keys = told ? c->keys[b + 1] : NULL;
             ops->page(decode, c->keys[b], c->values[b], valid, masks);
+        }
     }
     if (ops->end) ops->end(decode);
     for (int r = 0; r < n; r++)

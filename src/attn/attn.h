@@ -74,12 +74,14 @@ typedef struct attn_decode {
     attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys */
+    const uint8_t *next_keys; /* of the page after the one in hand, NULL: none, or not known */
     /* Set by begin. */
     float q_scale[ATTN_ROWS_MAX];
     float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query over a group */
     _Alignas(64) int8_t q_bytes[ATTN_ROWS_MAX + ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
     /* Of the page in hand. */
     int32_t first; /* row of the stripe in hand */
+    const uint8_t *spread_of; /* AMX: keys whose codes are in key_tiles */
     const uint8_t *unspread; /* AMX: values of which value_tiles are still to be made */
     float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */

@@ -5,7 +5,8 @@
  * by channels) are the B operand of TDPBSUD once the codes lie one a byte, and the high and low bytes
  * of eight queries (weights) the rows of A. One instruction does the work of 128 dot products of
  * AVX-512 VNNI. Tiles 0, 1: A, each half of the rows; 4, 5: A for a second chunk of 64 channels; 2, 3: B; 6, 7: C.
- * Codes are spread once a page, for all stripes of rows. BF16 rows go through attn_overlay_amx.h.
+ * Codes are spread once a page, for all stripes of rows, and while products are on their way: a tile that is
+ * loaded soon after its stores waits for them. BF16 rows go through attn_overlay_amx.h.
  */
 #include "attn/attn_vec_avx512.h"
 
@@ -26,6 +27,7 @@ static void tile_begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const int dim = rows->head_dim;
     begin(d);
+    d->spread_of = NULL;
     for (int r = 0; r < rows->n_rows; r++)
         for (int half = 0; half < 2 && dim % 64; half++) memset(d->q_bytes[r][half] + dim, 0, (size_t)(64 - dim % 64));
     overlay_begin(d);
@@ -83,10 +85,12 @@ INLINE vf total_of(const tile_products *p, int r) {
     return vf_from_int(vi_add(vi_shl(high, 8), low));
 }
 
-/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. Values only when the
- * first stripe needs them: until then they may still be on their way from memory. */
+/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. Values beside the
+ * products of the first stripe's keys: before that they may still be on their way from memory. */
 static void spread_keys(attn_decode *d, const uint8_t *keys) {
     const page_side *side = d->k_side;
+    if (d->spread_of == keys) return;
+    d->spread_of = keys;
     const int units = side->group / 16, n_chunks = (units + 3) / 4;
     uint8_t *out = d->key_tiles;
     for (int g = 0; g < side->n_groups; g++)
@@ -118,6 +122,7 @@ static void tile_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
         if (n > 8) _tile_loadd(1, q + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
         if (n > 8 && n_chunks == 2) _tile_loadd(5, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
         for (int t = 0; t < 4; t++) multiply(n, n_chunks, codes + 1024 * n_chunks * t, &products[t]);
+        if (d->unspread) spread_values(d);
         for (int t = 0; t < 4; t++) {
             vf step, offset;
             load_params(page + side->params_offset + g * 256, 16 * t, valid, &step, &offset);
@@ -137,13 +142,13 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     const int n = d->rows->n_rows, first = g * side->group / 16, end = first + side->group / 16;
     const int64_t dim = side->head_dim;
     tile_products products[4];
-    if (d->unspread) spread_values(d);
     TILE_READS_MEMORY();
     _tile_loadd(0, d->p_bytes[0][0], TILE);
     if (n > 8) _tile_loadd(1, d->p_bytes[8][0], TILE);
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
         for (int b = 0; b < count; b++) multiply(n, 1, d->value_tiles + 1024 * (block + b), &products[b]);
+        if (d->next_keys && end * 16 == dim && block == first) spread_keys(d, d->next_keys);
         for (int r = 0; r < n; r++) {
             const vf alpha = vf_set1(d->alpha[r]), offset = vf_set1(d->p_offset[r]), scale = vf_set1(d->p_scale[r]);
             for (int b = 0; b < count; b++) {
@@ -162,6 +167,7 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
     }
     /* Stripes with fewer rows than the tiles multiply what lies behind them too; nobody reads it. */
     use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : 1);
+    if (d->rows->n_rows > ATTN_DECODE_ROWS) d->next_keys = NULL; /* stripes to come need the tiles */
     spread_keys(d, keys);
     d->unspread = values;
     decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);

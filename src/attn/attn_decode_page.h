@@ -154,6 +154,13 @@ typedef struct row_vectors {
 
 /* The number of every row from its vector; whole vectors are written. */
 INLINE void reduce_rows(int n, row_vectors *v, const bool top, float *out) {
+#ifdef VF_HALF_ROWS
+    if (n <= VF_HALF_ROWS) {
+        for (int r = n; r < VF_HALF_ROWS; r++) vf_store(v->at[r], vf_zero());
+        vf_store(out, top ? vf_top_half(v->at[0]) : vf_sum_half(v->at[0]));
+        return;
+    }
+#endif
     for (int r = n; r % LANES != 0; r++) vf_store(v->at[r], vf_zero());
     for (int r = 0; r < n; r += LANES) vf_store(out + r, top ? vf_top_rows(v->at[r]) : vf_sum_rows(v->at[r]));
 }

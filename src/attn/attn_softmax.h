@@ -31,20 +31,19 @@ INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *ste
     *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
 }
 
-/* exp(x) for x <= 0, -inf included, relative error below 2e-7; zero below x = -87.3, where normal
- * floats end. x = n ln 2 + r; coefficients interpolate (e^r - 1 - r) / r^2 at Chebyshev nodes. */
+/* exp(x) for x <= 0, -inf included, 1 at 0; zero below 2^-126, where normal floats end. Relative error below
+ * 2e-7 + 8e-8 |x|: at most 2.3e-7 of the largest weight. 2^y for y = n + r, r in [0, 1): the polynomial of
+ * least relative error. */
 INLINE vf vf_exp(vf x) {
-    vf least = vf_set1(-87.3f), clamped = vf_max(x, least);
-    vf n = vf_round(vf_mul(clamped, vf_set1(1.44269504f)));
-    vf r = vf_fma(n, vf_set1(-0.693359375f), clamped); /* ln 2 in two parts, the first exact */
-    r = vf_fma(n, vf_set1(2.12194440e-4f), r);
-    vf p = vf_set1(0.00139262131f);
-    p = vf_fma(p, r, vf_set1(0.00836320315f));
-    p = vf_fma(p, r, vf_set1(0.0416665561f));
-    p = vf_fma(p, r, vf_set1(0.166665763f));
-    p = vf_fma(p, r, vf_set1(0.5f));
-    p = vf_fma(vf_mul(p, r), r, vf_add(r, vf_set1(1.0f)));
-    return vf_where_less(x, least, vf_zero(), vf_times_pow2(p, n));
+    vf y = vf_mul(x, vf_set1(1.44269504f)), n, r = vf_fraction(y, &n);
+    vf p = vf_set1(2.17022549e-4f);
+    p = vf_fma(p, r, vf_set1(1.24396884e-3f));
+    p = vf_fma(p, r, vf_set1(9.67884064e-3f));
+    p = vf_fma(p, r, vf_set1(5.54833412e-2f));
+    p = vf_fma(p, r, vf_set1(0.24022983f));
+    p = vf_fma(p, r, vf_set1(0.693147004f));
+    p = vf_fma(p, r, vf_set1(1.0f));
+    return vf_where_less(y, vf_set1(-126.0f), vf_zero(), vf_times_pow2(p, n));
 }
 
 /* tanh, absolute error below 1e-7: an odd polynomial near zero, where the quotient cancels. */

@@ -22,8 +22,10 @@ static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-static inline vf vf_round(vf x) {
-    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+/* x - n for the whole n at or below x, which vf_times_pow2() takes. */
+static inline vf vf_fraction(vf x, vf *n) {
+    *n = _mm256_floor_ps(x);
+    return _mm256_sub_ps(x, *n);
 }
 static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 static inline vf vf_copysign(vf x, vf sign) {

@@ -22,8 +22,10 @@ static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-static inline vf vf_round(vf x) {
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+/* x - n for the whole n at or below x, which vf_times_pow2() takes: it rounds down itself. */
+static inline vf vf_fraction(vf x, vf *n) {
+    *n = x;
+    return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 static inline vf vf_abs(vf x) { return _mm512_abs_ps(x); }
 static inline vf vf_copysign(vf x, vf sign) {
@@ -33,7 +35,7 @@ static inline vf vf_copysign(vf x, vf sign) {
 static inline vf vf_where_less(vf a, vf b, vf x, vf y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
-/* x 2^n for whole n */
+/* x 2^n, n rounded down */
 static inline vf vf_times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 
 /* Lanes whose bit is clear become 0, or -inf. */
@@ -94,6 +96,24 @@ static inline void vi_store_bytes(int8_t *p, vi x) { _mm_storeu_si128((__m128i *
     }
 VF_REDUCE_ROWS(vf_sum_rows, vf_add)
 VF_REDUCE_ROWS(vf_top_rows, vf_max)
+
+/* Eight vectors at rows [8][16] the same way, every one in the same order, to lanes 0 to 7. */
+#define VF_REDUCE_HALF(name, op)                                                                   \
+    static inline vf name(const float *rows) {                                                     \
+        vf four[2];                                                                                \
+        for (int k = 0; k < 2; k++) {                                                              \
+            vf a = vf_load(rows + 16 * k), b = vf_load(rows + 16 * (k + 2));                       \
+            vf c = vf_load(rows + 16 * (k + 4)), d = vf_load(rows + 16 * (k + 6));                 \
+            a = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));            \
+            c = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));            \
+            four[k] = op(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));      \
+        }                                                                                          \
+        vf two = op(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee)); \
+        return _mm512_maskz_compress_ps(0x3333, op(_mm512_shuffle_ps(two, two, 0x88), _mm512_shuffle_ps(two, two, 0xdd))); \
+    }
+#define VF_HALF_ROWS 8
+VF_REDUCE_HALF(vf_sum_half, vf_add)
+VF_REDUCE_HALF(vf_top_half, vf_max)
 
 /* High and low bytes of 64 numbers of 16 bits: y = 256 high + low. Quads of tokens end up where the
  * packing leaves them: quad f of unit u at byte 4 u + 16 f. */

@@ -22,7 +22,11 @@ static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
 static inline vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 static inline vf vf_max(vf a, vf b) { return vmaxq_f32(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
-static inline vf vf_round(vf x) { return vrndnq_f32(x); }
+/* x - n for the whole n at or below x, which vf_times_pow2() takes. */
+static inline vf vf_fraction(vf x, vf *n) {
+    *n = vrndmq_f32(x);
+    return vsubq_f32(x, *n);
+}
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }
 static inline vf vf_copysign(vf x, vf sign) { return vbslq_f32(vdupq_n_u32(1u << 31), sign, x); }
 /* a < b ? x : y */

@@ -162,7 +162,8 @@ static void prefetch_history(const oscar_cache *cache, const step_block *block, 
     for (size_t i = 0; i < layer->history_head_bytes; i += 64) __builtin_prefetch(base + i);
 }
 
-static void history_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
+/* next: the page whose history follows, or -1. */
+static void history_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, int32_t next, uint64_t valid,
                          attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
     if (cache_is_exact(cache)) {
@@ -171,6 +172,7 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
     }
     uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
     if (scratch->decode_ops) {
+        scratch->decode->next_keys = next >= 0 ? layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[next]), head) : NULL;
         scratch->decode_ops->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
         return;
     }
@@ -201,6 +203,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
     bool prefetch = scratch->decode_ops != NULL;
+    int64_t last = s->in.positions[s->queries[block->first + block->count - 1]], recent = cache->options.recent;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
         for (int32_t i = 0; i < block->count; i++) {
@@ -216,7 +219,8 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (!(any_far | any_near)) continue;
         if (prefetch && b + 1 < end) prefetch_history(cache, block, head, b + 1);
         if (layer->n_tracked) turn_queries(cache, head, b, rows, scratch);
-        if (any_far) history_tile(cache, block, head, b, any_far, rows, scratch->far, scratch);
+        int32_t next = b + 1 < end && (int64_t)(b + 1) * OSCAR_PAGE_TOKENS <= last - recent ? b + 1 : -1;
+        if (any_far) history_tile(cache, block, head, b, next, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
 }
