@@ -70,11 +70,7 @@ expect 1 'not a whole GGUF file' "$oscar" inspect "$work/cut.gguf"
 printf '\377\0\0\0\0\0\0\0{}' >"$work/bad.safetensors"
 expect 1 'bad.safetensors' "$oscar" inspect "$work/bad.safetensors"
 
-# A program that tells what it was given; ASan's runtime refuses to be preloaded into it.
-if ldd "$build/liboscar-llama.so" | grep -q libasan; then
-    echo "the command line does what it says (wrap not run under ASan)"
-    exit 0
-fi
+# A program that tells what it was given.
 mkdir -p "$work/bin" "$OSCAR_CACHE/models" "$OSCAR_CACHE/rotations"
 cat >"$work/bin/tell" <<'SH'
 #!/bin/sh
@@ -97,7 +93,7 @@ told "OSCAR_ROTATIONS=$rotations"
 told "OSCAR_SINK=8"
 told "OSCAR_RECENT=16"
 told "OSCAR_KV_MEMORY=2097152"
-told "LD_PRELOAD=$build/liboscar-llama.so"
+told "LD_PRELOAD=$(sed -n 's/^OSCAR_SANITIZER_RUNTIME:INTERNAL=//p' "$build/CMakeCache.txt")$build/liboscar-llama.so"
 ! grep -q OSCAR_LOOKAHEAD "$work/out" || fail "an option that was not given is in the environment"
 : >"$OSCAR_CACHE/models/smollm2-135m.rot.safetensors"
 expect 0 . "$oscar" serve smollm2-135m -fit on

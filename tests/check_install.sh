@@ -38,7 +38,7 @@ case "$output" in
 esac
 
 # Of the system's libraries it needs libc and libm alone.
-needed=$(objdump -p "$libdir/liboscar.so" | sed -n 's/.*NEEDED *//p' | grep -vE '^(libc|libm|libpthread|ld-linux.*|lib[atu]*san)\.so' || true)
+needed=$(objdump -p "$libdir/liboscar.so" | sed -n 's/.*NEEDED *//p' | grep -vE '^(libc|libm|libpthread|ld-linux.*|lib[a-z]*san)\.so' || true)
 [ -z "$needed" ] || fail "liboscar.so needs more than libc and libm: $needed"
 
 if [ -x "$prefix/bin/oscar" ]; then

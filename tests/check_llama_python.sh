@@ -5,7 +5,7 @@
 # usage: check_llama_python.sh BUILD_DIR [MODEL]
 set -euo pipefail
 . "$(dirname "$0")/llama_setup.sh"
-if ldd "$preload" | grep -q 'lib[at]san'; then echo "a sanitised library cannot be opened later"; exit 77; fi
+if [ -n "$sanitizer" ]; then echo "a sanitised library cannot be opened later"; exit 77; fi
 libraries=$llama/bin
 [ -e "$libraries/libllama.so" ] || libraries=$llama/lib
 if [ "$(uname -m)" != x86_64 ]; then echo "structures are passed as x86-64 does"; exit 77; fi

@@ -38,17 +38,23 @@ static bool set_environment(const cli_cache *cache, const char *rotations, bool 
            set_number("OSCAR_KV_MEMORY", cache->kv_memory_bytes);
 }
 
+/* In a build with AddressSanitizer "RUNTIME:": the program has none, so the runtime goes before everything. */
+#ifndef OSCAR_SANITIZER_RUNTIME
+#define OSCAR_SANITIZER_RUNTIME ""
+#endif
+
 /* Ours goes first: the dynamic linker takes a function from the first library that has it. */
 static bool set_preload(const char *library) {
     const char *others = getenv("LD_PRELOAD");
-    if (!others || !*others) return setenv("LD_PRELOAD", library, 1) == 0;
-    size_t size = strlen(library) + 1 + strlen(others) + 1;
-    char *both = malloc(size);
-    if (!both) return false;
-    snprintf(both, size, "%s:%s", library, others);
-    bool done = setenv("LD_PRELOAD", both, 1) == 0;
-    free(both);
-    return done;
+    if (!others) others = "";
+    size_t size = sizeof OSCAR_SANITIZER_RUNTIME + strlen(library) + 1 + strlen(others);
+    char *all = malloc(size);
+    if (!all) return false;
+    snprintf(all, size, "%s%s%s%s", OSCAR_SANITIZER_RUNTIME, library, *others ? ":" : "", others);
+    bool done = setenv("LD_PRELOAD", all, 1) == 0;
+    free(all);
+    /* What the program leaks is its own. */
+    return done && (!*OSCAR_SANITIZER_RUNTIME || setenv("ASAN_OPTIONS", "detect_leaks=0", 0) == 0);
 }
 
 /* A name without a slash that neither folder has is left to PATH. */
