@@ -29,16 +29,16 @@
 namespace {
 
 struct Wide {
-    static constexpr int D = 128, CONSUMERS = 2, PRODUCERS = 2, ROWS = 64 * CONSUMERS, THREADS = 128 * (PRODUCERS + CONSUMERS);
+    static constexpr int D = 128, CONSUMERS = 2, PRODUCERS = 2; /* warpgroups: the consumers come first */
+    static constexpr int ROWS = 64 * CONSUMERS, THREADS = 128 * (PRODUCERS + CONSUMERS);
     static constexpr int STAGES = 4, KEYS = 16384, WAVES = 8192, STAGE = 2 * KEYS + WAVES, RAW = 4, TILE = 32 * D + 512;
     static constexpr int PAIRS = 16;
     static constexpr int NATURAL = D + 8; /* halves of a query row: the padding spreads rows over the banks */
     static constexpr int OUT = D + 4;     /* floats of an output row */
     static constexpr int RAW_AT = STAGES * STAGE, QUERY_AT = RAW_AT + RAW * TILE;
     static constexpr int CONST_AT = QUERY_AT + ROWS * NATURAL * 2, WAVE_TABLE_AT = CONST_AT + ROWS * 4;
-    static constexpr int BARRIERS_AT = WAVE_TABLE_AT + 4096 + 256;
+    static constexpr int BARRIERS_AT = WAVE_TABLE_AT + 2 * 128 * 16 + PAIRS * 16; /* behind a WaveTable */
     static constexpr int BYTES = BARRIERS_AT + 8 * (RAW + 4 * STAGES) + 1024; /* the last to align the first */
-    static_assert(QUERY_AT % 1024 == 0 && 64 * NATURAL * 2 % 1024 == 0, "tracked pairs take the place of queries");
     static_assert(ROWS * OUT * 4 <= RAW_AT, "outputs take the place of the stages");
     static_assert(RAW % PRODUCERS == 0 && STAGES % PRODUCERS == 0, "a stage and a raw tile are always of the same warpgroup");
 };
@@ -56,6 +56,12 @@ struct WideBlock {
         return item < n_sink              ? sink_first + item
                : item < n_sink + n_recent ? recent_first + item - n_sink
                                           : tile_first + item - n_sink - n_recent;
+    }
+    /* Items that are tiles which every row of the CTA sees whole. */
+    DEVICE Span clear_items(const DecodeParams &p) const {
+        const int units = n_sink + n_recent, tile0 = units - tile_first;
+        return {max(units, tile0 + ((visible(p, ITEM_TILE, length - 1).first + 63) >> 6)),
+                tile0 + (visible(p, ITEM_TILE, t_first).last >> 6)};
     }
     /* Position of the token of a row of the CTA; rows that do not exist are as the last. */
     DEVICE int token(const DecodeParams &p, int row) const {
@@ -125,7 +131,9 @@ DEVICE int anew(int x) {
 template <int I> DEVICE __half2 code_value(uint32_t word, uint32_t thousand) {
     constexpr int AT = I < 5 ? I : I - 5; /* bits 2 AT of what is below 2^10 */
     uint32_t x; /* 1024 + c 4^AT */
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(I < 5 ? word : word >> 10), "n"(0x00030003u << (2 * AT)), "r"(thousand));
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+        : "=r"(x)
+        : "r"(I < 5 ? word : word >> 10), "n"(0x00030003u << (2 * AT)), "r"(thousand));
     constexpr float unit = 1.0f / (1 << (2 * AT));
     if (AT == 0) return __hsub2(bits_half2(x), __float2half2_rn(1024.0f));
     return __hfma2(bits_half2(x), __float2half2_rn(unit), __float2half2_rn(-1024.0f * unit));
@@ -188,8 +196,10 @@ DEVICE void expand_values(const uint8_t *tile, uint32_t to, uint32_t thousand, c
         if (token + 1 >= n) params.z = 0;
         if (token + 9 >= n) params.w = 0;
     }
-    const __half2 step0 = bits_half2(__byte_perm(params.x, params.z, 0x5410)), offset0 = bits_half2(__byte_perm(params.x, params.z, 0x7632));
-    const __half2 step1 = bits_half2(__byte_perm(params.y, params.w, 0x5410)), offset1 = bits_half2(__byte_perm(params.y, params.w, 0x7632));
+    const __half2 step0 = bits_half2(__byte_perm(params.x, params.z, 0x5410));
+    const __half2 offset0 = bits_half2(__byte_perm(params.x, params.z, 0x7632));
+    const __half2 step1 = bits_half2(__byte_perm(params.y, params.w, 0x5410));
+    const __half2 offset1 = bits_half2(__byte_perm(params.y, params.w, 0x7632));
     const uint32_t base = to + anew(at.value_to);
 #pragma unroll
     for (int w = 0; w < 2; w++) {
@@ -249,7 +259,8 @@ DEVICE void expand_overlay_values(const DecodeParams &p, const WideBlock &b, int
     const int tid = thread_index() & 127, lane = tid & 31;
     const int first = visible(p, kind, b.t_first).first - 64 * page, last = visible(p, kind, b.length - 1).last - 64 * page;
     const int row = 2 * lane, place = (lane & 0x18) | (lane & 3) << 1 | (lane & 4) >> 2; /* halved */
-    const uint32_t keep = (row >= first && row < last ? 0x0000ffffu : 0u) | (row + 1 >= first && row + 1 < last ? 0xffff0000u : 0u);
+    const uint32_t keep = (row >= first && row < last ? 0x0000ffffu : 0u) |
+                          (row + 1 >= first && row + 1 < last ? 0xffff0000u : 0u);
 #pragma unroll 2
     for (int c = tid >> 5; c < 16; c += 4) { /* channels 8 c .. */
         const uint4 one = load_uint4(from + min(row, n - 1) * Wide::D + 8 * c);
@@ -257,7 +268,8 @@ DEVICE void expand_overlay_values(const DecodeParams &p, const WideBlock &b, int
         const uint32_t a[4] = {one.x, one.y, one.z, one.w}, d[4] = {two.x, two.y, two.z, two.w};
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            const float x = k & 1 ? bf16_high(a[k / 2]) : bf16_low(a[k / 2]), y = k & 1 ? bf16_high(d[k / 2]) : bf16_low(d[k / 2]);
+            const float x = k & 1 ? bf16_high(a[k / 2]) : bf16_low(a[k / 2]);
+            const float y = k & 1 ? bf16_high(d[k / 2]) : bf16_low(d[k / 2]);
             store_shared(to + 128 * (8 * c + k) + (((place >> 2) ^ k) << 4) + 4 * (place & 3),
                          pack_half2(half_range(x), half_range(y)) & keep);
         }
@@ -333,22 +345,23 @@ struct WaveTable {
     }
 };
 
-/* Threads of the producers. */
+/* Threads 128 CONSUMERS and up. */
 template <bool BIAS> DEVICE void expand_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
-    const int group = static_cast<int>(threadIdx.x) >> 7, tid = threadIdx.x & 127;
+    const int group = (static_cast<int>(threadIdx.x) >> 7) - Wide::CONSUMERS, tid = threadIdx.x & 127;
     const int n_items = b.count(), units = n_items - b.n_tiles;
     const uint32_t k1024 = thousand(p);
     const ExpandPlaces places(tid);
     /* Tiles are asked for by the warps in turn, so that none of them falls back; by a lane that has asked for the page's id
      * at its last turn. */
     auto id_of = [&](int tile) {
-        return tile < b.n_tiles ? load_int(p.block_table + static_cast<size_t>(anew(b.seq)) * p.table_stride + b.tile_first + tile) : 0;
+        const size_t row = static_cast<size_t>(anew(b.seq)) * p.table_stride;
+        return tile < b.n_tiles ? load_int(p.block_table + row + b.tile_first + tile) : 0;
     };
     auto fetch = [&](int tile, int id) {
-        bulk_copy(shared_address(shared + Wide::RAW_AT + tile % Wide::RAW * Wide::TILE),
-                  p.pages + static_cast<uint64_t>(static_cast<uint32_t>(id)) * static_cast<uint32_t>(p.n_kv_heads * Wide::TILE) +
-                      anew(b.head) * Wide::TILE,
-                  Wide::TILE, at.raw_full + 8 * (tile % Wide::RAW));
+        const uint32_t page_bytes = p.n_kv_heads * Wide::TILE;
+        const uint8_t *from = p.pages + static_cast<uint64_t>(static_cast<uint32_t>(id)) * page_bytes + anew(b.head) * Wide::TILE;
+        bulk_copy(shared_address(shared + Wide::RAW_AT + tile % Wide::RAW * Wide::TILE), from, Wide::TILE,
+                  at.raw_full + 8 * (tile % Wide::RAW));
     };
     const int first = (units + group) % Wide::PRODUCERS; /* tile */
     int id = 0;
@@ -424,15 +437,6 @@ DEVICE void wgmma_64(float (&c)[32], const uint32_t (&a)[4], uint64_t b, int acc
         : SIXTEEN(c, 0), SIXTEEN(c, 16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
-/* c [64, 64] += a [64, 16] b [16, 64], a in shared memory too. */
-DEVICE void wgmma_64(float (&c)[32], uint64_t a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"
-        "%31}, %32, %33, 1, 1, 1, 0, 0;"
-        : SIXTEEN(c, 0), SIXTEEN(c, 16)
-        : "l"(a), "l"(b));
-}
 /* c [64, 128] += a [64, 16] b [16, 128]. */
 DEVICE void wgmma_128(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
@@ -449,6 +453,7 @@ DEVICE void wgmma_128(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
 /* A thread's two rows, g and g + 8 of its warp's sixteen. */
 struct WideRows {
     uint32_t q[8][4];
+    uint32_t pairs[2][4]; /* the first and second dims of tracked pairs, not rotated: A operands */
     float out[64];
     float max[2], sum[2]; /* raw */
     float scale;          /* raw scores to log2 */
@@ -456,14 +461,8 @@ struct WideRows {
 
 /* Of the CTA, the first of a thread's two rows. */
 DEVICE int wide_first_row() {
-    const int tid = thread_index() - 128 * Wide::PRODUCERS;
+    const int tid = thread_index();
     return (tid >> 5) * 16 + (tid >> 2 & 7);
-}
-
-/* Where the warpgroup's queries were: the first and second dims of tracked pairs, not rotated, [64] rows as waves have
- * them. */
-DEVICE uint32_t wide_pairs(const uint8_t *shared) {
-    return shared_address(shared) + Wide::QUERY_AT + ((thread_index() >> 7) - Wide::PRODUCERS) * (64 * Wide::NATURAL * 2);
 }
 
 /* First element of a row of the CTA, or NULL. */
@@ -523,7 +522,8 @@ DEVICE float wide_load(const DecodeParams &p, const WideBlock &b, __half *natura
                 const float2 f = query_floats(p, w[k]);
                 w[k] = pack_half2(f.x * scale, f.y * scale);
             }
-            *reinterpret_cast<uint4 *>(natural + (first + 8 * j + g) * Wide::NATURAL + 32 * m + 8 * t) = make_uint4(w[0], w[1], w[2], w[3]);
+            __half *to = natural + (first + 8 * j + g) * Wide::NATURAL + 32 * m + 8 * t;
+            *reinterpret_cast<uint4 *>(to) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
     return scale;
@@ -595,15 +595,13 @@ DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r
     return scale;
 }
 
-/* The channels of tracked pairs of the warpgroup's 64 rows to wide_pairs(): exact, for they have
- * at most 11 bits. scale: that of wide_load(). */
-DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, uint32_t pairs, float scale, int barrier, int lane) {
-    const int t = lane & 3, first = wide_first_row();
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); /* all have taken their queries */
+/* The query's channels of the lane's four pairs, of both rows: exact, for they have at most 11 bits. scale: that of
+ * wide_load(). */
+DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, float scale, int lane) {
+    const int t = lane & 3;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const uint16_t *q = wide_row(p, b, first + 8 * h);
-        const uint32_t row = pairs + 128 * ((first & 63) + 8 * h) + ((first & 7) << 4) + 4 * t;
+        const uint16_t *q = wide_row(p, b, wide_first_row() + 8 * h);
 #pragma unroll
         for (int k = 0; k < 2; k++) { /* pairs 2 t + 8 k and the next */
             const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + b.head * Wide::PAIRS + 2 * t + 8 * k));
@@ -614,24 +612,21 @@ DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, uint32_
                 const uint32_t bits = q ? load_u16(q + at[i]) : 0u;
                 x[i] = (p.q_is_bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits))) * scale;
             }
-            store_shared(row ^ (k << 4), pack_half2(x[0], x[2]));
-            store_shared(row ^ ((2 + k) << 4), pack_half2(x[1], x[3]));
+            r.pairs[0][2 * k + h] = pack_half2(x[0], x[2]);
+            r.pairs[1][2 * k + h] = pack_half2(x[1], x[3]);
         }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
 /* Starts the scores of an item, whose stage is at `keys`. */
-template <bool BIAS> DEVICE void wide_scores(const WideRows &r, const uint8_t *shared, uint32_t keys, float (&s)[32]) {
+template <bool BIAS> DEVICE void wide_scores(const WideRows &r, uint32_t keys, float (&s)[32]) {
     wgmma_settle(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; k++) wgmma_64(s, r.q[k], matrix_of(keys, 8192 * (k >> 2) + 32 * (k & 3)), k);
     if (BIAS) {
-        const uint32_t pairs = wide_pairs(shared);
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma_64(s, matrix_of(pairs, 32 * (k & 1)), matrix_of(keys, 2 * Wide::KEYS + 32 * k));
+        for (int k = 0; k < 4; k++) wgmma_64(s, r.pairs[k & 1], matrix_of(keys, 2 * Wide::KEYS + 32 * k), 1);
     }
     wgmma_commit();
 }
@@ -739,7 +734,8 @@ DEVICE void wide_copy_out(const DecodeParams &p, const WideBlock &b, const float
 #pragma unroll 2
     for (int row = tid >> 5; row < min(64, b.n_rows - first); row += 4) {
         const float4 x = *reinterpret_cast<const float4 *>(rows + row * Wide::OUT + d);
-        const int at = b.cta_row + first + row, token = divide(at, p.gqa, p.gqa_magic), head = b.head * p.gqa + at - token * p.gqa;
+        const int at = b.cta_row + first + row, token = divide(at, p.gqa, p.gqa_magic);
+        const int head = b.head * p.gqa + at - token * p.gqa;
         const size_t to = (static_cast<size_t>(b.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * Wide::D + d;
         const float4 y = make_float4(x.x + mean.x, x.y + mean.y, x.z + mean.z, x.w + mean.w);
         if (p.out_dtype == OSCAR_DTYPE_F32)
@@ -773,27 +769,23 @@ DEVICE void wide_write(const DecodeParams &p, const WideBlock &b, WideRows &r, c
         wide_copy_out(p, b, rows, 64 * group, static_cast<int>(threadIdx.x & 127));
 }
 
-/* The attending warpgroups start their products in turn: one has its softmax while the other has products. */
+/* The attending warpgroups have their scores in turn, so that one has its softmax while the other has products. */
 DEVICE void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(7 + group) : "memory"); }
 DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(8 - group) : "memory"); }
 
-/* Threads of the consumers. */
+/* Threads below 128 CONSUMERS. */
 template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
     const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5 & 3;
-    const int group = (static_cast<int>(threadIdx.x) >> 7) - Wide::PRODUCERS, n_items = b.count();
+    const int group = static_cast<int>(threadIdx.x) >> 7, n_items = b.count();
     WideRows r;
     float *constants = reinterpret_cast<float *>(shared + Wide::CONST_AT);
     const float scale = wide_queries(p, b, r, reinterpret_cast<__half *>(shared + Wide::QUERY_AT), constants, group, warp, lane);
-    if (BIAS)
-        wide_bias_queries(p, b, wide_pairs(shared), scale, 4 + group, lane);
-    /* Tiles that every row of the CTA sees whole, as items. */
-    const int units = n_items - b.n_tiles, tile0 = units - b.tile_first;
-    const int clear_first = max(units, tile0 + ((visible(p, ITEM_TILE, b.length - 1).first + 63) >> 6));
-    const int clear_last = tile0 + (visible(p, ITEM_TILE, b.t_first).last >> 6);
+    if (BIAS) wide_bias_queries(p, b, r, scale, lane);
+    const Span clear = b.clear_items(p);
     auto stage_of = [&](uint32_t item) { return shared_address(shared) + item % Wide::STAGES * Wide::STAGE; };
     auto start_scores = [&](uint32_t item, float (&s)[32]) {
         barrier_wait(at.keys_full + 8 * (item % Wide::STAGES), item / Wide::STAGES & 1);
-        wide_scores<BIAS>(r, shared, stage_of(item), s);
+        wide_scores<BIAS>(r, stage_of(item), s);
     };
     auto release = [&](uint32_t empty, uint32_t item) {
         __syncwarp();
@@ -808,18 +800,18 @@ template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlo
     auto softmax = [&](int item, uint32_t (&prob)[4][4]) {
         wgmma_settle(s);
         release(at.keys_empty, item);
-        if (item < clear_first || item >= clear_last) wide_mask(p, b, s, item);
+        if (item < clear.first || item >= clear.last) wide_mask(p, b, s, item);
         const bool up = wide_softmax(r, s, prob, factor);
 #pragma unroll
-        for (int i = 0; i < 16; i++) asm volatile("" : "+r"(prob[i >> 2][i & 3])::"memory"); /* nothing waits for the product */
+        for (int i = 0; i < 16; i++) asm volatile("" : "+r"(prob[i >> 2][i & 3])::"memory"); /* before any later wait */
         return up;
     };
     auto step = [&](int item, const uint32_t (&before)[4][4], uint32_t (&prob)[4][4]) {
         wait_turn(group);
         start_scores(item, s);
         start_values(item - 1, before);
-        if (group == 0 || item + 1 < n_items) give_turn(group);
         wgmma_wait<1>();
+        if (group == 0 || item + 1 < n_items) give_turn(group);
         const bool up = softmax(item, prob);
         wgmma_wait<0>();
         wgmma_settle(r.out);
@@ -865,11 +857,11 @@ __global__ void __launch_bounds__(Wide::THREADS, 1) prefill_wgmma_kernel(const _
     if (threadIdx.x == 0) at.init();
     __syncthreads();
     const WideBlock b = wide_block(p, length);
-    if (threadIdx.x < 128 * Wide::PRODUCERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    if (threadIdx.x >= 128 * Wide::CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         expand_all<BIAS>(p, b, shared, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
         attend_all<BIAS>(p, b, shared, at);
     }
 #endif
