@@ -56,6 +56,24 @@ static void test_chunks(void **state) {
     drop(small);
 }
 
+/* The inner context has two sequences, which is more than a batch of one token. */
+static void test_batch_of_one(void **state) {
+    (void)state;
+    oscar_llama_options options = OSCAR_LLAMA_OPTIONS_INIT;
+    options.kv_type = OSCAR_KV_F32;
+    struct llama_context_params p = params_of(1, 1);
+    p.n_batch = 1;
+    held whole = hold(2, 256), one = hold_with(&options, p);
+    assert_int_equal(run(whole, tokens, 0, 9, 9, 0), 0);
+    assert_int_equal(run(one, tokens, 0, 9, 1, 0), 0);
+    float *reference = copy_logits(whole, -1), *other = copy_logits(one, -1);
+    assert_same(reference, other, order_tolerance, "batches of one token");
+    free(reference);
+    free(other);
+    drop(whole);
+    drop(one);
+}
+
 static void test_mixed(void **state) {
     (void)state;
     held alone = hold(2, 256), mixed = hold(2, 32);
@@ -430,6 +448,7 @@ int main(void) {
     for (int i = 0; i < 2 * N; i++) tokens[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_chunks),           cmocka_unit_test(test_mixed),
+        cmocka_unit_test(test_batch_of_one),
         cmocka_unit_test(test_shared_tokens),    cmocka_unit_test(test_memory),
         cmocka_unit_test(test_refused_batches),  cmocka_unit_test(test_abort),
         cmocka_unit_test(test_layers),           cmocka_unit_test(test_own),

@@ -87,9 +87,10 @@ static void edit_params(oscar_llama *layer, struct llama_context_params *params)
     /* The inner cache holds one call's tokens, and the probe's. */
     params->n_ctx = GGML_PAD(params->n_batch, 256u);
     if (params->n_seq_max < 2) params->n_seq_max = 2; /* the window probe uses two sequences */
-    /* libllama reserves an output a sequence, and aborts when that is more than the limit. */
-    if (params->n_outputs_max && params->n_outputs_max < params->n_seq_max) {
-        if (!params->n_outputs_max_per_seq) params->n_outputs_max_per_seq = params->n_outputs_max;
+    /* libllama reserves an output a sequence, and aborts when that is more than the limit (0: the batch). */
+    uint32_t n_outputs = params->n_outputs_max ? params->n_outputs_max : params->n_batch;
+    if (n_outputs < params->n_seq_max) {
+        if (!params->n_outputs_max_per_seq) params->n_outputs_max_per_seq = n_outputs;
         params->n_outputs_max = params->n_seq_max;
     }
     params->kv_unified = true;
