@@ -37,7 +37,7 @@ static void test_names(void **state) {
     ggml_free(ctx);
 }
 
-static held hold(const oscar_rotations *rotations, int n_ubatch, bool device) {
+static held hold(const oscar_rotations *rotations, int n_ubatch, int n_threads, bool device) {
     oscar_llama_options options = OSCAR_LLAMA_OPTIONS_INIT;
     options.kv_type = rotations ? OSCAR_KV_INT2 : OSCAR_KV_F32;
     options.rotations = rotations;
@@ -50,14 +50,14 @@ static held hold(const oscar_rotations *rotations, int n_ubatch, bool device) {
     p.n_seq_max = 2;
     p.kv_unified = true;
     p.n_threads = 1;
-    p.n_threads_batch = 2;
+    p.n_threads_batch = n_threads;
     held h = hold_with(&options, p);
     h.layer->all_on_device = device;
     return h;
 }
 
 static oscar_rotations *hadamard(void) {
-    held h = hold(NULL, 64, false);
+    held h = hold(NULL, 64, 1, false);
     assert_int_equal(run(h, tokens, 0, 1, 1, 0), 0);
     int32_t n;
     const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
@@ -67,14 +67,15 @@ static oscar_rotations *hadamard(void) {
     return r;
 }
 
-/* A prompt in micro-batches, single tokens on a graph that is used again, and a second sequence. */
+/* A prompt in micro-batches, single tokens on a graph that is used again, and a second sequence. With 2 bits
+ * prompts have two threads and single tokens one. */
 static void test_copies(void **state) {
     (void)state;
     oscar_rotations *rotations = hadamard();
     for (int int2 = 0; int2 < 2; int2++) {
         float *logits[2][3];
         for (int device = 0; device < 2; device++) {
-            held h = hold(int2 ? rotations : NULL, 64, device);
+            held h = hold(int2 ? rotations : NULL, 64, int2 ? 2 : 1, device);
             assert_int_equal(run(h, tokens, 0, N - 20, N - 20, 0), 0);
             logits[device][0] = copy_logits(h, -1);
             assert_int_equal(run(h, tokens, N - 20, N, 1, 0), 0);
@@ -98,7 +99,7 @@ static bool abort_now(void *count) { return --*(int *)count < 0; }
 /* A range that fails leaves its node out of the graph; the next call may use the same graph. */
 static void test_abort(void **state) {
     (void)state;
-    held h = hold(NULL, 32, true);
+    held h = hold(NULL, 32, 1, true);
     assert_int_equal(run(h, tokens, 0, N, N, 0), 0);
     float *reference = copy_logits(h, -1);
     assert_true(oscar_llama_memory_seq_rm(h.layer, 0, 32, -1));
