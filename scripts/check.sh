@@ -22,7 +22,7 @@ fi
 
 # The cache's tests on every instruction set take long under a sanitizer.
 timeout=600
-grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$build/CMakeCache.txt" && timeout=3600
+is_sanitized "$build" && timeout=3600
 
 results=$build/results.xml
 rm -f "$results"

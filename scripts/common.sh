@@ -16,3 +16,6 @@ as_root() {
     else die "need root to run: $*"
     fi
 }
+
+# Whether a build folder is one with sanitizers.
+is_sanitized() { grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$1/CMakeCache.txt"; }

@@ -7,11 +7,13 @@ set -euo pipefail
 . "$(dirname "$0")/oscar_setup.sh"
 
 cases=0
+seconds=120 # that a command may take
+! is_sanitized "$build" || seconds=1200
 # refused PATTERN COMMAND...: fails with a line that matches, prints no result, writes no file.
 refused() {
     local pattern=$1 status=0
     shift
-    timeout 120 "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
+    timeout "$seconds" "$@" >"$work/out" 2>"$work/err" </dev/null || status=$?
     [ "$status" = 1 ] || [ "$status" = 2 ] || fail "$*: exit code $status: $(tail -n 5 "$work/err")"
     # llama-cli itself writes "Loading model" to stdout before it has a context.
     [ "${2:-}" = run ] || [ ! -s "$work/out" ] || fail "$*: failed but wrote to stdout: $(head -c 300 "$work/out")"

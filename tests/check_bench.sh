@@ -4,7 +4,8 @@
 set -euo pipefail
 oscar=$1/oscar
 [ -x "$oscar" ] || { echo "no oscar program in this build: skipped"; exit 77; }
-if grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$1/CMakeCache.txt"; then
+. "$(dirname "$0")/../scripts/common.sh"
+if is_sanitized "$1"; then
     echo "speeds of a sanitized build say nothing: skipped"
     exit 77
 fi

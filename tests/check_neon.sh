@@ -4,13 +4,14 @@
 set -euo pipefail
 build=$(cd "$1" && pwd)
 source_dir=$(cd "$(dirname "$0")/.." && pwd)
+. "$source_dir/scripts/common.sh"
 fail() { printf 'check_neon: %s\n' "$*" >&2; exit 1; }
 skip() { printf 'check_neon: %s: skipped\n' "$*"; exit 77; }
 
 command -v aarch64-linux-gnu-gcc >/dev/null || skip "no aarch64-linux-gnu-gcc (package gcc-aarch64-linux-gnu)"
 [ -f /usr/aarch64-linux-gnu/include/stdio.h ] || skip "no C library for AArch64 (package libc6-dev-arm64-cross)"
 command -v qemu-aarch64 >/dev/null || skip "no qemu-aarch64 (package qemu-user)"
-grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$build/CMakeCache.txt" && skip "the cross build is the same with and without sanitizers"
+is_sanitized "$build" && skip "the cross build is the same with and without sanitizers"
 
 # Headers of this machine that no processor cares about, and the functions of cmocka that tests use.
 cross=$build/aarch64
