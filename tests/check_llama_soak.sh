@@ -9,4 +9,4 @@ command -v python3 >/dev/null || { echo "no python3"; exit 77; }
 need_rotations
 cat "$source_dir"/docs/*.md "$source_dir"/README.md >"$work/text"
 python3 "$source_dir/bench/serve/soak.py" "$build/oscar" "$model" --rotations "$rotations" --text "$work/text" \
-    --seconds "${OSCAR_SOAK_SECONDS:-120}" ${OSCAR_SOAK_JSON:+--json "$OSCAR_SOAK_JSON"}
+    --seconds "${OSCAR_SOAK_SECONDS:-120}" ${sanitizer:+--sanitized} ${OSCAR_SOAK_JSON:+--json "$OSCAR_SOAK_JSON"}
