@@ -19,3 +19,6 @@ as_root() {
 
 # Whether a build folder is one with sanitizers.
 is_sanitized() { grep -qE '^OSCAR_(SANITIZE|TSAN):BOOL=(ON|TRUE|1)' "$1/CMakeCache.txt"; }
+
+# What a preload of a build folder's library begins with: AddressSanitizer's runtime and a colon, or nothing.
+sanitizer_runtime() { sed -n 's/^OSCAR_SANITIZER_RUNTIME:INTERNAL=//p' "$1/CMakeCache.txt"; }

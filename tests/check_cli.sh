@@ -4,6 +4,7 @@
 # usage: check_cli.sh BUILD_DIR
 set -euo pipefail
 build=$(cd "$1" && pwd)
+. "$(dirname "$0")/../scripts/common.sh"
 oscar=$build/oscar
 [ -x "$oscar" ] || { echo "no oscar program in $build (built without llama.cpp)"; exit 77; }
 work=$(mktemp -d)
@@ -93,7 +94,7 @@ told "OSCAR_ROTATIONS=$rotations"
 told "OSCAR_SINK=8"
 told "OSCAR_RECENT=16"
 told "OSCAR_KV_MEMORY=2097152"
-told "LD_PRELOAD=$(sed -n 's/^OSCAR_SANITIZER_RUNTIME:INTERNAL=//p' "$build/CMakeCache.txt")$build/liboscar-llama.so"
+told "LD_PRELOAD=$(sanitizer_runtime "$build")$build/liboscar-llama.so"
 ! grep -q OSCAR_LOOKAHEAD "$work/out" || fail "an option that was not given is in the environment"
 : >"$OSCAR_CACHE/models/smollm2-135m.rot.safetensors"
 expect 0 . "$oscar" serve smollm2-135m -fit on

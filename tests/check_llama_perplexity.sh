@@ -24,7 +24,7 @@ else
 fi
 chunks=${OSCAR_TEST_CHUNKS:-4} # README's figures are of 8
 # In a build with AddressSanitizer its runtime goes first, and one model takes as long as three do without.
-sanitizer=$(sed -n 's/^OSCAR_SANITIZER_RUNTIME:INTERNAL=//p' "$build/CMakeCache.txt")
+sanitizer=$(sanitizer_runtime "$build")
 preload=$sanitizer$preload
 if [ -n "$sanitizer" ]; then
     export ASAN_OPTIONS=detect_leaks=0

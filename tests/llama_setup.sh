@@ -7,7 +7,7 @@ source_dir=$(cd "$(dirname "$0")/.." && pwd)
 . "$source_dir/scripts/common.sh"
 preload=$build/liboscar-llama.so
 [ -f "$preload" ] || { echo "built without llama.cpp"; exit 77; }
-sanitizer=$(sed -n 's/^OSCAR_SANITIZER_RUNTIME:INTERNAL=//p' "$build/CMakeCache.txt")
+sanitizer=$(sanitizer_runtime "$build")
 preload=$sanitizer$preload
 # What llama.cpp leaks is its own.
 [ -z "$sanitizer" ] || export ASAN_OPTIONS=detect_leaks=0

@@ -56,22 +56,11 @@ static held hold(const oscar_rotations *rotations, int n_ubatch, int n_threads, 
     return h;
 }
 
-static oscar_rotations *hadamard(void) {
-    held h = hold(NULL, 64, 1, false);
-    assert_int_equal(run(h, tokens, 0, 1, 1, 0), 0);
-    int32_t n;
-    const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
-    oscar_rotations *r;
-    assert_int_equal(oscar_rotations_hadamard(&r, layers, n, 2, NULL), OSCAR_OK);
-    drop(h);
-    return r;
-}
-
 /* A prompt in micro-batches, single tokens on a graph that is used again, and a second sequence. With 2 bits
  * prompts have two threads and single tokens one. */
 static void test_copies(void **state) {
     (void)state;
-    oscar_rotations *rotations = hadamard();
+    oscar_rotations *rotations = hadamard_of(hold(NULL, 64, 1, false));
     for (int int2 = 0; int2 < 2; int2++) {
         float *logits[2][3];
         for (int device = 0; device < 2; device++) {

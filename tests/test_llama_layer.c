@@ -338,22 +338,11 @@ static void test_chained_callback(void **state) {
     drop(h);
 }
 
-static oscar_rotations *hadamard(void) {
-    held h = hold(1, 64);
-    assert_int_equal(run(h, tokens, 0, 1, 1, 0), 0);
-    int32_t n;
-    const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
-    oscar_rotations *r;
-    assert_int_equal(oscar_rotations_hadamard(&r, layers, n, 2, NULL), OSCAR_OK);
-    drop(h);
-    return r;
-}
-
 /* The codes of a row are the same in every chunking; only sums differ in order, and an input that
  * differs in its last bit may fall on the other side of a step of the quantiser. */
 static void test_quantised(void **state) {
     (void)state;
-    oscar_rotations *r = hadamard();
+    oscar_rotations *r = hadamard_of(hold(1, 64));
     oscar_llama_options options = OSCAR_LLAMA_OPTIONS_INIT;
     options.rotations = r;
     options.sink = 16;
@@ -390,7 +379,7 @@ static void expect_mismatch(const oscar_layer *layers, int32_t n, const char *te
 
 static void test_mismatch(void **state) {
     (void)state;
-    oscar_rotations *r = hadamard();
+    oscar_rotations *r = hadamard_of(hold(1, 64));
     int32_t n = oscar_rotations_n_layers(r);
     oscar_layer *layers = calloc((size_t)n, sizeof *layers);
     for (int32_t i = 0; i < n; i++) layers[i] = *oscar_rotations_layer(r, i);

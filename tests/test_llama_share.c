@@ -30,17 +30,6 @@ static held hold_as(int kv_type) {
 
 static held hold(void) { return hold_as(OSCAR_KV_INT2); }
 
-static oscar_rotations *hadamard(void) {
-    held h = hold_as(OSCAR_KV_F32);
-    oscar_rotations *r;
-    int32_t n;
-    if (run(h, prompts, 0, 1, 1, 0)) exit(1); /* finds the layers */
-    const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
-    if (oscar_rotations_hadamard(&r, layers, n, 2, NULL)) exit(1);
-    drop(h);
-    return r;
-}
-
 static oscar_cache_stats stats_of(held h) {
     oscar_cache_stats stats = {.struct_size = sizeof stats};
     oscar_cache_get_stats(oscar_llama_cache(h.layer), &stats);
@@ -125,7 +114,7 @@ int main(void) {
     for (int s = 1; s < n_seqs; s++)
         for (int i = 0; i < n_common + OWN; i++)
             prompt_of(s)[i] = i < n_common ? prompt_of(0)[i] : (llama_token)(rng_next(&rng) % 40000);
-    rotations = hadamard();
+    rotations = hadamard_of(hold_as(OSCAR_KV_F32));
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_common_prompt), cmocka_unit_test(test_again)};
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     free(prompts);

@@ -33,17 +33,6 @@ static held hold_bits(int kv_type, int n_seqs, uint32_t n_ctx, int bits_k, int b
 
 static held hold(int kv_type, int n_seqs, uint32_t n_ctx) { return hold_bits(kv_type, n_seqs, n_ctx, 0, 0); }
 
-static oscar_rotations *hadamard(void) {
-    held h = hold(OSCAR_KV_F32, 1, N_CTX);
-    assert_int_equal(run(h, tokens, 0, 1, 1, 0), 0);
-    int32_t n;
-    const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
-    oscar_rotations *r;
-    assert_int_equal(oscar_rotations_hadamard(&r, layers, n, 2, NULL), OSCAR_OK);
-    drop(h);
-    return r;
-}
-
 /* Logits after the N_MORE further tokens, one at a time. */
 static float *go_on(held h, llama_seq_id seq) {
     assert_int_equal(run(h, tokens, N, N + N_MORE, 1, seq), 0);
@@ -416,7 +405,7 @@ int main(void) {
     for (int i = 0; i < N_LONG; i++) tokens[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
     for (int i = 0; i < N_LONG; i++) others[i] = (llama_token)(1000 + rng_next(&rng) % 20000);
     if (!mkdtemp(folder)) return 1;
-    rotations = hadamard();
+    rotations = hadamard_of(hold(OSCAR_KV_F32, 1, N_CTX));
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_round_trip_int2), cmocka_unit_test(test_round_trip_f32),
         cmocka_unit_test(test_bits),            cmocka_unit_test(test_pages),

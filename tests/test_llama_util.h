@@ -55,6 +55,18 @@ static int run(held h, const llama_token *from, int begin, int end, int chunk, l
     return result;
 }
 
+/* Hadamard rotations for a held model, which is dropped. The first call finds its layers. */
+static inline oscar_rotations *hadamard_of(held h) {
+    const llama_token any = 1;
+    assert_int_equal(run(h, &any, 0, 1, 1, 0), 0);
+    int32_t n;
+    const oscar_layer *layers = oscar_llama_layers(h.layer, &n);
+    oscar_rotations *r;
+    assert_int_equal(oscar_rotations_hadamard(&r, layers, n, 2, NULL), OSCAR_OK);
+    drop(h);
+    return r;
+}
+
 static float *copy_logits(held h, int i) {
     float *out = malloc((size_t)n_vocab * sizeof *out);
     memcpy(out, llama_get_logits_ith(h.ctx, i), (size_t)n_vocab * sizeof *out);

@@ -24,7 +24,9 @@ static inline void check(oscar_status status, const oscar_error &error) {
     exit(1);
 }
 
+/* NULL of nothing. */
 template <class T> static T *upload(const std::vector<T> &v) {
+    if (v.empty()) return NULL;
     T *p;
     check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
     check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");

@@ -1,6 +1,6 @@
 /*
  * attn_softmax.h - what all vector kernels of attention share: a tile's shape, the
- * parameters of a page, and the softmax of a row. Included after attn_vec_avx2.h or _avx512.h.
+ * parameters of a page, and the softmax of a row. Included after attn_vec_*.h.
  */
 #ifndef OSCAR_ATTN_SOFTMAX_H
 #define OSCAR_ATTN_SOFTMAX_H

@@ -76,44 +76,35 @@ static inline int vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
 static inline void vi_store_bytes(int8_t *p, vi x) { _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(x)); }
 
 
-/* Sixteen vectors at rows [16][16], each reduced: lane r is row r. Vector k of a level's result holds
- * rows k, 4 + k, 8 + k, 12 + k, so that the last shuffle leaves them in order. */
-#define VF_REDUCE_ROWS(name, op)                                                                   \
-    static inline vf name(const float *rows) {                                                     \
-        vf four[4], two[2];                                                                        \
-        for (int k = 0; k < 4; k++) {                                                              \
-            vf a = vf_load(rows + 16 * k), b = vf_load(rows + 16 * (k + 4));                       \
-            vf c = vf_load(rows + 16 * (k + 8)), d = vf_load(rows + 16 * (k + 12));                \
-            a = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));            \
-            c = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));            \
-            four[k] = op(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));      \
-        }                                                                                          \
-        for (int k = 0; k < 2; k++) {                                                              \
-            vf a = four[2 * k], b = four[2 * k + 1];                                               \
-            two[k] = op(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));             \
-        }                                                                                          \
-        return op(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd)); \
-    }
-VF_REDUCE_ROWS(vf_sum_rows, vf_add)
-VF_REDUCE_ROWS(vf_top_rows, vf_max)
-
-/* Eight vectors at rows [8][16] the same way, every one in the same order, to lanes 0 to 7. */
-#define VF_REDUCE_HALF(name, op)                                                                   \
-    static inline vf name(const float *rows) {                                                     \
-        vf four[2];                                                                                \
-        for (int k = 0; k < 2; k++) {                                                              \
-            vf a = vf_load(rows + 16 * k), b = vf_load(rows + 16 * (k + 2));                       \
-            vf c = vf_load(rows + 16 * (k + 4)), d = vf_load(rows + 16 * (k + 6));                 \
-            a = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));            \
-            c = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));            \
-            four[k] = op(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));      \
-        }                                                                                          \
-        vf two = op(_mm512_shuffle_ps(four[0], four[1], 0x44), _mm512_shuffle_ps(four[0], four[1], 0xee)); \
-        return _mm512_maskz_compress_ps(0x3333, op(_mm512_shuffle_ps(two, two, 0x88), _mm512_shuffle_ps(two, two, 0xdd))); \
+/* NAME_four: vectors 0, step, 2 step, 3 step of rows [][16], each reduced to four lanes, side by side.
+ * NAME_rows: sixteen vectors, each reduced: lane r is row r. Vector k of a level's result holds rows k, 4 + k,
+ * 8 + k, 12 + k, so that the last shuffle leaves them in order.
+ * NAME_half: eight vectors, every one in the same order, to lanes 0 to 7. */
+#define VF_REDUCE(name, op)                                                                        \
+    static inline vf name##_four(const float *rows, int step) {                                    \
+        vf a = vf_load(rows), b = vf_load(rows + 16 * step);                                       \
+        vf c = vf_load(rows + 32 * step), d = vf_load(rows + 48 * step);                           \
+        a = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));                \
+        c = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));                \
+        return op(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));             \
+    }                                                                                              \
+    static inline vf name##_two(vf a, vf b) {                                                      \
+        return op(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));                   \
+    }                                                                                              \
+    static inline vf name##_one(vf a, vf b) {                                                      \
+        return op(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));                   \
+    }                                                                                              \
+    static inline vf name##_rows(const float *rows) {                                              \
+        vf a = name##_two(name##_four(rows, 4), name##_four(rows + 16, 4));                        \
+        return name##_one(a, name##_two(name##_four(rows + 32, 4), name##_four(rows + 48, 4)));    \
+    }                                                                                              \
+    static inline vf name##_half(const float *rows) {                                              \
+        vf a = name##_two(name##_four(rows, 2), name##_four(rows + 16, 2));                        \
+        return _mm512_maskz_compress_ps(0x3333, name##_one(a, a));                                 \
     }
 #define VF_HALF_ROWS 8
-VF_REDUCE_HALF(vf_sum_half, vf_add)
-VF_REDUCE_HALF(vf_top_half, vf_max)
+VF_REDUCE(vf_sum, vf_add)
+VF_REDUCE(vf_top, vf_max)
 
 /* High and low bytes of 64 numbers of 16 bits: y = 256 high + low. Quads of tokens end up where the
  * packing leaves them: quad f of unit u at byte 4 u + 16 f. */

@@ -5,25 +5,10 @@
  *
  *   test_decode [HEAD_DIM [PART]]   PART: one of the names in main()
  */
-#include <cuda_runtime.h>
-
+#include "../../bench/cuda/memory.h"
 #include "oracle.h"
 
 static int n_cases, n_failures;
-
-static void check(cudaError_t code, const char *what) {
-    if (code == cudaSuccess) return;
-    printf("FAILED %s: %s\n", what, cudaGetErrorString(code));
-    exit(1);
-}
-
-template <class T> static T *upload(const std::vector<T> &v) {
-    if (v.empty()) return NULL;
-    T *p;
-    check(cudaMalloc(&p, v.size() * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return p;
-}
 
 struct Device {
     oscar_cuda_layer *layer = NULL;
