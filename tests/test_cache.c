@@ -521,6 +521,40 @@ static void test_memory_by_length(void **state) {
     assert_int_equal(overlay[0], 2); /* the sink's page, and the last one: 1000 - 24 = 976 is in it */
 }
 
+/* What all of it is for: a fifth of fp16's bytes at 32K tokens and head_dim 64, a sixth at 128, windows included.
+ * Only the chunks with the sink and the recent rows are computed: the rest is room that is counted. */
+static void test_memory_at_32k(void **state) {
+    (void)state;
+    enum { N = 32768, CHUNK = 512 };
+    for (int wide = 0; wide < 2; wide++) {
+        const shape s = {2, 1, wide ? 128 : 64, 0, OSCAR_ROPE_HALF_SPLIT, 16, 64, 256, OSCAR_KV_INT2};
+        fixture f;
+        setup(&f, &s, 12, 1, N);
+        oscar_error error;
+        float *out = calloc(CHUNK * q_floats(&f), sizeof(float));
+        int32_t seqs[CHUNK] = {0}, positions[CHUNK];
+        for (int at = 0; at < N; at += CHUNK) {
+            for (int i = 0; i < CHUNK; i++) positions[i] = at + i;
+            oscar_step step = OSCAR_STEP_INIT;
+            step.n_tokens = CHUNK, step.seqs = seqs, step.positions = positions;
+            step.q = f.q, step.k = f.k, step.v = f.v, step.out = out;
+            step.logit_scale = .1f;
+            assert_int_equal(oscar_seq_reserve(f.cache, 0, CHUNK, &error), OSCAR_OK);
+            if (at == 0 || at + CHUNK == N) assert_int_equal(oscar_cache_attend(f.cache, 0, &step, &error), OSCAR_OK);
+            assert_int_equal(oscar_seq_advance(f.cache, 0, CHUNK, &error), OSCAR_OK);
+        }
+        oscar_cache_stats stats = {.struct_size = sizeof stats};
+        oscar_cache_get_stats(f.cache, &stats);
+        assert_int_equal(stats.pages_live, N / 64);
+        assert_true(stats.overlay_pages_live >= (64 + 256) / 64);
+        const int64_t exact = stats.exact_bytes_per_token * N, bytes = stats.history_bytes + stats.overlay_bytes;
+        print_message("head_dim %d: 1/%.2f of fp16\n", s.d, (double)exact / (double)bytes);
+        assert_true((wide ? 6 : 5) * bytes <= exact);
+        free(out);
+        teardown(&f);
+    }
+}
+
 static void test_no_space(void **state) {
     (void)state;
     fixture f;
@@ -708,7 +742,7 @@ int main(void) {
         cmocka_unit_test(test_mixed_batch),   cmocka_unit_test(test_threads),
         cmocka_unit_test(test_rollback_and_fork), cmocka_unit_test(test_deep_rollback),
         cmocka_unit_test(test_gqa_ratios),    cmocka_unit_test(test_softcap_and_sinks),
-        cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_no_space),
+        cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_memory_at_32k), cmocka_unit_test(test_no_space),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_shared_tokens),
         cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
     };
