@@ -16,7 +16,10 @@
  *
  * The key bias of tracked pairs is b(t) = sum q . R_t nu, over the two dims of a pair: a product too, of the query's own
  * channels, exact in fp16, with waves, R_t nu, which are expanded as keys are.
- *   waves   [64 places] of 16 pairs' first dims, 16 second dims, as fp16, then what that leaves of them
+ *   waves   [64 places] of 16 pairs' first dims, 16 second dims, as fp16, then what that leaves of them ("low halves");
+ *           pairs 2 t, 2 t + 1, 2 t + 8, 2 t + 9 are neighbours at 4 t
+ * Without low halves a bias is wrong by at most 2^-11 of sum |q| |nu| over the pairs, so they are neither made nor
+ * multiplied where that is far below 0.01 of a logit for all rows of a CTA.
  */
 #include "decode_merge.cuh"
 
@@ -38,7 +41,8 @@ struct Wide {
     static constexpr int RAW_AT = STAGES * STAGE, QUERY_AT = RAW_AT + RAW * TILE;
     static constexpr int CONST_AT = QUERY_AT + ROWS * NATURAL * 2, WAVE_TABLE_AT = CONST_AT + ROWS * 4;
     static constexpr int BARRIERS_AT = WAVE_TABLE_AT + 2 * 128 * 16 + PAIRS * 16; /* behind a WaveTable */
-    static constexpr int BYTES = BARRIERS_AT + 8 * (RAW + 4 * STAGES) + 1024; /* the last to align the first */
+    static constexpr int LOW_AT = BARRIERS_AT + 8 * (RAW + 4 * STAGES); /* of each attending warpgroup: it needs low halves */
+    static constexpr int BYTES = LOW_AT + 8 + 1024;                     /* the last to align the first */
     static_assert(ROWS * OUT * 4 <= RAW_AT, "outputs take the place of the stages");
     static_assert(RAW % PRODUCERS == 0 && STAGES % PRODUCERS == 0, "a stage and a raw tile are always of the same warpgroup");
 };
@@ -284,9 +288,12 @@ struct WaveTable {
     float2 nu[Wide::PAIRS];
     unsigned long long turn[Wide::PAIRS];
 
+    /* A half of the warp has even rows, the other odd ones: no two lanes of a store meet in a bank. */
+    DEVICE static int row_of(int lane) { return (lane >> 1 & 6) | lane >> 4; }
+
     /* By the threads of one warpgroup. */
     DEVICE void load(const DecodeParams &p, int head, int tid) {
-        const int lane = tid & 31, g = lane >> 2, t = lane & 3;
+        const int lane = tid & 31, g = row_of(lane), t = lane & 3;
         const uint4 *from = p.bias_table + head * 256 + (tid & 32) + 16 * (tid >> 6) + 8 * (g >> 2) + 4 * (g & 1) + t;
         const bool upper = g & 2;
         const uint4 e = from[0], e_low = from[64], o = from[128], o_low = from[192];
@@ -306,41 +313,38 @@ struct WaveTable {
         }
     }
 
-    /* One place's waves of one dim: pairs k, k + 1. */
-    DEVICE static void put(uint32_t row, int chunk, float x, float y) {
-        const uint32_t high = pack_half2(x, y);
-        const float2 f = __half22float2(bits_half2(high));
-        store_shared(row ^ (chunk << 4), high);
-        store_shared(row ^ ((chunk + 4) << 4), pack_half2(x - f.x, y - f.y));
+    /* One place's waves of one dim. */
+    DEVICE static void put(uint32_t at, const float (&x)[4], bool low) {
+        const uint32_t a = pack_half2(x[0], x[1]), b = pack_half2(x[2], x[3]);
+        store_shared_two(at, a, b);
+        if (!low) return;
+        const float2 f = __half22float2(bits_half2(a)), h = __half22float2(bits_half2(b));
+        store_shared_two(at ^ 64, pack_half2(x[0] - f.x, x[1] - f.y), pack_half2(x[2] - h.x, x[3] - h.y));
     }
 
     /* The waves of a page. */
-    DEVICE void expand(int page, uint32_t waves, int tid) const {
-        const int lane = tid & 31, g = lane >> 2, t = lane & 3, place = (tid >> 1 & 16) + 8 * (tid >> 6) + g;
+    DEVICE void expand(int page, uint32_t waves, int tid, bool low) const {
+        const int lane = tid & 31, g = row_of(lane), t = lane & 3, place = (tid >> 1 & 16) + 8 * (tid >> 6) + g;
         const float2 phase = bias_phase(turn[tid & 15], page), z = nu[tid & 15];
         const float2 middle = make_float2(z.x * phase.x - z.y * phase.y, z.x * phase.y + z.y * phase.x);
-        const uint32_t after = waves + 128 * (32 + place) + (g << 4) + 4 * t;
-        const uint32_t before = waves + 128 * (31 - place) + ((7 - g) << 4) + 4 * t;
+        const uint32_t after = waves + 128 * (32 + place) + ((g ^ t >> 1) << 4) + 8 * (t & 1);
+        const uint32_t before = waves + 128 * (31 - place) + ((7 - g ^ t >> 1) << 4) + 8 * (t & 1);
+        const float4 us = even[tid], vs = odd[tid];
+        const float u[4] = {us.x, us.y, us.z, us.w}, v[4] = {vs.x, vs.y, vs.z, vs.w};
+        float up[2][4], down[2][4];
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) { /* pairs k, k + 1: chunk k / 2 of first dims, 2 + k / 2 of second dims */
-            const float2 u = *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(even + tid) + k);
-            const float2 v = *reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(odd + tid) + k);
-            const float us[2] = {u.x, u.y}, vs[2] = {v.x, v.y};
-            float up[2][2], down[2][2];
+        for (int i = 0; i < 4; i++) {
+            const int pair = 2 * t + 8 * (i >> 1) + (i & 1);
+            const float x = __shfl_sync(FULL_WARP, middle.x, pair), y = __shfl_sync(FULL_WARP, middle.y, pair);
+            up[0][i] = x * u[i] - y * v[i];
+            up[1][i] = y * u[i] + x * v[i];
+            down[0][i] = x * u[i] + y * v[i];
+            down[1][i] = y * u[i] - x * v[i];
+        }
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int pair = 2 * t + 4 * k + e;
-                const float x = __shfl_sync(FULL_WARP, middle.x, pair), y = __shfl_sync(FULL_WARP, middle.y, pair);
-                up[0][e] = x * us[e] - y * vs[e];
-                up[1][e] = y * us[e] + x * vs[e];
-                down[0][e] = x * us[e] + y * vs[e];
-                down[1][e] = y * us[e] - x * vs[e];
-            }
-#pragma unroll
-            for (int part = 0; part < 2; part++) {
-                put(after, 2 * part + (k >> 1), up[part][0], up[part][1]);
-                put(before, 2 * part + (k >> 1), down[part][0], down[part][1]);
-            }
+        for (int part = 0; part < 2; part++) { /* chunk t / 2 of first dims, 2 + t / 2 of second dims */
+            put(after ^ 32 * part, up[part], low);
+            put(before ^ 32 * part, down[part], low);
         }
     }
 };
@@ -390,7 +394,11 @@ template <bool BIAS> DEVICE void expand_all(const DecodeParams &p, const WideBlo
         } else {
             expand_overlay_keys(p, b, b.kind(item), page, keys);
         }
-        if (BIAS) wave->expand(page, values + Wide::KEYS, anew(tid));
+        if (BIAS) {
+            /* Known when a stage has been released. */
+            const volatile uint32_t *needs = reinterpret_cast<const volatile uint32_t *>(shared + Wide::LOW_AT);
+            wave->expand(page, values + Wide::KEYS, anew(tid), item < Wide::STAGES || (needs[0] | needs[1]));
+        }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         barrier_arrive(at.keys_full + 8 * stage);
         barrier_wait(at.values_empty + 8 * stage, phase);
@@ -595,16 +603,31 @@ DEVICE float wide_queries(const DecodeParams &p, const WideBlock &b, WideRows &r
     return scale;
 }
 
-/* The query's channels of the lane's four pairs, of both rows: exact, for they have at most 11 bits. scale: that of
- * wide_load(). */
-DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, float scale, int lane) {
-    const int t = lane & 3;
+/* Whether any thread of a warpgroup says so. */
+DEVICE bool group_any(int barrier, bool x) {
+    int r;
+    asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %2, 0;\n\tbarrier.cta.red.or.aligned.pred q, %1, 128, p;\n\t"
+                 "selp.s32 %0, 1, 0, q;\n\t}"
+                 : "=r"(r)
+                 : "r"(barrier), "r"(static_cast<int>(x))
+                 : "memory");
+    return r;
+}
+
+/* The query's channels of four pairs, of both rows, in the order of the waves: exact, for they have at most 11 bits. scale:
+ * that of wide_load(). Returns whether a bias of the warpgroup's rows needs low halves. */
+DEVICE bool wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRows &r, float scale, int group, int lane) {
+    constexpr float LIMIT = 16; /* in log2: the error is below 2^-7, 0.0055 of a logit */
+    const int t = lane & 3, first = b.head * Wide::PAIRS + (t & 2) + 8 * (t & 1);
+    float most = 0;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const uint16_t *q = wide_row(p, b, wide_first_row() + 8 * h);
+        float sum = 0;
 #pragma unroll
-        for (int k = 0; k < 2; k++) { /* pairs 2 t + 8 k and the next */
-            const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + b.head * Wide::PAIRS + 2 * t + 8 * k));
+        for (int k = 0; k < 2; k++) { /* pairs first + 4 k and the next */
+            const int4 dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims + first + 4 * k));
+            const float4 nu = __ldg(reinterpret_cast<const float4 *>(reinterpret_cast<const float2 *>(p.bias_nu) + first + 4 * k));
             const int at[4] = {dims.x, dims.y, dims.z, dims.w};
             float x[4];
 #pragma unroll
@@ -612,22 +635,25 @@ DEVICE void wide_bias_queries(const DecodeParams &p, const WideBlock &b, WideRow
                 const uint32_t bits = q ? load_u16(q + at[i]) : 0u;
                 x[i] = (p.q_is_bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits))) * scale;
             }
+            sum += (fabsf(x[0]) + fabsf(x[1])) * (fabsf(nu.x) + fabsf(nu.y)) + (fabsf(x[2]) + fabsf(x[3])) * (fabsf(nu.z) + fabsf(nu.w));
             r.pairs[0][2 * k + h] = pack_half2(x[0], x[2]);
             r.pairs[1][2 * k + h] = pack_half2(x[1], x[3]);
         }
+        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        most = fmaxf(most, sum);
     }
+    return group_any(4 + group, !(most * __ldg(p.bias_units + b.head) * r.scale < LIMIT));
 }
 
 /* Starts the scores of an item, whose stage is at `keys`. */
-template <bool BIAS> DEVICE void wide_scores(const WideRows &r, uint32_t keys, float (&s)[32]) {
+template <int BIAS_STEPS> DEVICE void wide_scores(const WideRows &r, uint32_t keys, float (&s)[32]) {
     wgmma_settle(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; k++) wgmma_64(s, r.q[k], matrix_of(keys, 8192 * (k >> 2) + 32 * (k & 3)), k);
-    if (BIAS) {
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma_64(s, r.pairs[k & 1], matrix_of(keys, 2 * Wide::KEYS + 32 * k), 1);
-    }
+    for (int k = 0; k < BIAS_STEPS; k++) wgmma_64(s, r.pairs[k & 1], matrix_of(keys, 2 * Wide::KEYS + 32 * k), 1);
     wgmma_commit();
 }
 
@@ -773,19 +799,16 @@ DEVICE void wide_write(const DecodeParams &p, const WideBlock &b, WideRows &r, c
 DEVICE void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(7 + group) : "memory"); }
 DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(8 - group) : "memory"); }
 
-/* Threads below 128 CONSUMERS. */
-template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
-    const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5 & 3;
-    const int group = static_cast<int>(threadIdx.x) >> 7, n_items = b.count();
-    WideRows r;
-    float *constants = reinterpret_cast<float *>(shared + Wide::CONST_AT);
-    const float scale = wide_queries(p, b, r, reinterpret_cast<__half *>(shared + Wide::QUERY_AT), constants, group, warp, lane);
-    if (BIAS) wide_bias_queries(p, b, r, scale, lane);
+/* All items. BIAS_STEPS: of the product of queries and waves, 4 with low halves. */
+template <int BIAS_STEPS>
+DEVICE void attend_items(const DecodeParams &p, const WideBlock &b, const uint8_t *shared, const WideBarriers &at, WideRows &r,
+                         int group) {
+    const int lane = threadIdx.x & 31, n_items = b.count();
     const Span clear = b.clear_items(p);
     auto stage_of = [&](uint32_t item) { return shared_address(shared) + item % Wide::STAGES * Wide::STAGE; };
     auto start_scores = [&](uint32_t item, float (&s)[32]) {
         barrier_wait(at.keys_full + 8 * (item % Wide::STAGES), item / Wide::STAGES & 1);
-        wide_scores<BIAS>(r, stage_of(item), s);
+        wide_scores<BIAS_STEPS>(r, stage_of(item), s);
     };
     auto release = [&](uint32_t empty, uint32_t item) {
         __syncwarp();
@@ -840,6 +863,25 @@ template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlo
     }
     wgmma_wait<0>();
     wgmma_settle(r.out);
+}
+
+/* Threads below 128 CONSUMERS. */
+template <bool BIAS> DEVICE void attend_all(const DecodeParams &p, const WideBlock &b, uint8_t *shared, const WideBarriers &at) {
+    const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) >> 5 & 3;
+    const int group = static_cast<int>(threadIdx.x) >> 7;
+    WideRows r;
+    float *constants = reinterpret_cast<float *>(shared + Wide::CONST_AT);
+    const float scale = wide_queries(p, b, r, reinterpret_cast<__half *>(shared + Wide::QUERY_AT), constants, group, warp, lane);
+    if constexpr (BIAS) {
+        const bool low = wide_bias_queries(p, b, r, scale, group, lane);
+        if ((threadIdx.x & 127) == 0) reinterpret_cast<uint32_t *>(shared + Wide::LOW_AT)[group] = low;
+        if (low)
+            attend_items<4>(p, b, shared, at, r, group);
+        else
+            attend_items<2>(p, b, shared, at, r, group);
+    } else {
+        attend_items<0>(p, b, shared, at, r, group);
+    }
     asm volatile("bar.sync 3, %0;" ::"n"(128 * Wide::CONSUMERS) : "memory"); /* the stages are done with */
     wide_write(p, b, r, constants, reinterpret_cast<float *>(shared) + 64 * group * Wide::OUT, group, lane);
 }
