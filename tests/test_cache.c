@@ -275,7 +275,7 @@ static void *run_thread(void *p) {
     return NULL;
 }
 
-/* The same bits for any number of threads, prefill and split decode. */
+/* The same bits for any number of threads: prefill, a token with one piece of pages, one whose pages are shared out. */
 static void test_threads(void **state) {
     (void)state;
     uint64_t seed = rng_seed("threads", 7);
@@ -283,14 +283,14 @@ static void test_threads(void **state) {
     shape s = SMALL;
     s.d = 64;
     float *first = NULL;
-    for (int threads = 1; threads <= 4; threads++) {
+    for (int threads = 1; threads <= 8; threads++) {
         fixture f;
         setup(&f, &s, seed, 1, MAX_TOKENS + 64);
         float *out = calloc((size_t)(N + 1) * q_floats(&f), sizeof(float));
         int32_t seqs[N + 1] = {0}, positions[N + 1];
         oscar_error error;
-        const int parts[] = {0, 640, N, N + 1};
-        for (int part = 0; part < 3; part++) {
+        const int parts[] = {0, 40, 41, 640, N, N + 1};
+        for (int part = 0; part < 5; part++) {
             int begin = parts[part], n = parts[part + 1] - begin;
             for (int i = 0; i < n; i++) positions[i] = begin + i;
             assert_int_equal(oscar_seq_reserve(f.cache, 0, n, &error), OSCAR_OK);
@@ -303,8 +303,8 @@ static void test_threads(void **state) {
             step.out = out + (size_t)begin * q_floats(&f);
             step.logit_scale = 0.125f;
             assert_int_equal(oscar_step_prepare(f.cache, 0, &step, &error), OSCAR_OK);
-            pthread_t ids[4];
-            runner r[4];
+            pthread_t ids[8];
+            runner r[8];
             for (int i = 0; i < threads; i++) {
                 r[i] = (runner){f.cache, i, threads};
                 assert_int_equal(pthread_create(&ids[i], NULL, run_thread, &r[i]), 0);

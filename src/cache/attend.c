@@ -341,6 +341,6 @@ static void attend_item(oscar_cache *cache, const step_block *block, int32_t hea
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[2], 1)) < s->n_items;)
+    for (int32_t w; (w = atomic_fetch_add(&s->next[2].count, 1)) < s->n_items;)
         attend_item(cache, &s->blocks[s->item_block[w / heads]], w % heads, s->item_piece[w / heads], scratch);
 }

@@ -187,9 +187,12 @@ typedef struct step_state {
     float *q_bias;         /* [n_q_heads] products with the keys' mean */
     float *partial;        /* [n_partials][group rows][head_dim + 2] */
     atomic_int *arrived;   /* [n_partials] at a block's first partial and head: pieces that are done */
-    atomic_int next[3];    /* work counters of the phases */
     atomic_int bad_token;  /* first token with NaN or infinity, or n_tokens */
-    spin_barrier barrier;
+    /* Written by all threads, so on cache lines of their own: */
+    struct {
+        _Alignas(64) atomic_int count;
+    } next[3]; /* work counters of the phases */
+    _Alignas(64) spin_barrier barrier;
 } step_state;
 
 struct oscar_cache {

@@ -197,7 +197,7 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
     if (status) return status;
     plan_blocks(cache);
     s->queries_turned = step->n_tokens == 1 && !cache_is_exact(cache);
-    for (int i = 0; i < 3; i++) atomic_store(&s->next[i], 0);
+    for (int i = 0; i < 3; i++) atomic_store(&s->next[i].count, 0);
     atomic_store(&s->bad_token, step->n_tokens);
     spin_barrier_init(&s->barrier);
     s->active = true;
@@ -436,7 +436,7 @@ void step_store_phase(oscar_cache *cache, thread_scratch *scratch) {
     step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     int32_t heads = layer->shape.n_kv_heads, pieces = s->n_segments * heads * 2;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[1], 1)) < pieces;) {
+    for (int32_t w; (w = atomic_fetch_add(&s->next[1].count, 1)) < pieces;) {
         const step_segment *segment = &s->segments[w / (heads * 2)];
         const cache_seq *seq = &cache->seqs[segment->seq];
         if (s->append_pos[segment->first] == seq->length)
@@ -462,7 +462,7 @@ void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store) 
     step_state *s = &cache->step;
     int32_t heads = cache->layers[s->layer].shape.n_kv_heads, n = s->in.n_tokens;
     int32_t blocks = (n + CODEC_LANES - 1) / CODEC_LANES, pieces = blocks * heads;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[0], 1)) < 2 * pieces;) {
+    for (int32_t w; (w = atomic_fetch_add(&s->next[0].count, 1)) < 2 * pieces;) {
         int32_t side = w / pieces, head = w % heads, first = w % pieces / heads * CODEC_LANES;
         append_rows(cache, scratch, side, head, first, n - first < CODEC_LANES ? n - first : CODEC_LANES,
                     store && cache_codes_wait(cache));
