@@ -56,12 +56,14 @@ DEVICE void fetch_constant(void *to, const void *from) {
 template <class C, int MODE>
 DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
     const int steps = p.bias_steps, tid = thread_index();
-    const uint4 *table = p.bias_table + static_cast<size_t>(head) * steps * 128;
+    const uint4 *table = (MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table) + static_cast<size_t>(head) * steps * 128;
     for (int i = tid; i < steps * 128; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+    if (tid == 0)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(s.bias_unit)), "l"(p.bias_units + head) : "memory");
     if (tid < steps * 4) {
         fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
-        if (MODE == MODE_BIAS_16)
-            fetch_constant(s.bias_stride + tid, p.bias_strides + (C::WARPS * p.n_kv_heads + head) * steps * 4 + tid);
+        if (Beginnings<C, MODE>::STEPS > 0)
+            fetch_constant(s.bias_stride + tid, p.bias_strides + (C::BIAS_STRIDE * p.n_kv_heads + head) * steps * 4 + tid);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -93,10 +95,11 @@ template <class C> struct BiasItem {
     }
 };
 
-/* q . mean, one row a warp, from the last warp on: those have no rotation to do. Loaded first, added up when
+/* q . mean, a row or two a warp, from the last warp on: those have no rotation to do. Loaded first, added up when
  * there is time. */
 template <class C> struct QueryMean {
-    uint32_t q[C::D / 32];
+    static constexpr int ROUNDS = (C::ROWS + C::WARPS - 1) / C::WARPS;
+    uint32_t q[ROUNDS][C::D / 32];
     int mean[C::D / 32];
 
     DEVICE void load_constants(const DecodeParams &p, int head, int lane) {
@@ -104,18 +107,25 @@ template <class C> struct QueryMean {
         for (int i = 0; i < C::D / 32; i++)
             mean[i] = p.k_mean ? load_int(reinterpret_cast<const int *>(p.k_mean) + head * C::D + 32 * i + lane) : 0;
     }
-    DEVICE void load_query(const DecodeParams &p, const Target &to, int row, int lane) {
-        const uint16_t *from = row < C::ROWS ? query_row<C>(p, to, row) : nullptr;
+    DEVICE static int row_of(int round, int warp) { return (round + 1) * C::WARPS - 1 - warp; }
+    DEVICE void load_query(const DecodeParams &p, const Target &to, int warp, int lane) {
 #pragma unroll
-        for (int i = 0; i < C::D / 32; i++) q[i] = from ? load_u16(from + 32 * i + lane) : 0u;
+        for (int k = 0; k < ROUNDS; k++) {
+            const uint16_t *from = row_of(k, warp) < C::ROWS ? query_row<C>(p, to, row_of(k, warp)) : nullptr;
+#pragma unroll
+            for (int i = 0; i < C::D / 32; i++) q[k][i] = from ? load_u16(from + 32 * i + lane) : 0u;
+        }
     }
-    DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int row, int lane) const {
-        float sum = 0;
+    DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int warp, int lane) const {
 #pragma unroll
-        for (int i = 0; i < C::D / 32; i++) sum = fmaf(q_value<C>(p, q[i], 0), __int_as_float(mean[i]), sum);
+        for (int k = 0; k < ROUNDS; k++) {
+            float sum = 0;
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
-        if (lane == 0 && row < C::ROWS) s.query_mean[row] = sum;
+            for (int i = 0; i < C::D / 32; i++) sum = fmaf(q_value<C>(p, q[k][i], 0), __int_as_float(mean[i]), sum);
+#pragma unroll
+            for (int d = 1; d < 32; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
+            if (lane == 0 && row_of(k, warp) < C::ROWS) s.query_mean[row_of(k, warp)] = sum;
+        }
     }
 };
 
@@ -131,7 +141,7 @@ template <class C, int MODE> struct Opening {
     uint4 high[CHUNK], low[CHUNK]; /* of the rotation: the warp's first 16 channels out, 16 CHUNK channels in */
     RawQuery<C> raw[ROW_TILES];
     QueryMean<C> mean;
-    BiasItem<C> item;
+    BiasItem<C> item[C::TILES]; /* of C::THREADS each */
 
     DEVICE void load_rotation(const DecodeParams &p, int head, int m, int first, int lane) {
         const uint4 *u = p.k_rotation + ((static_cast<size_t>(head) * C::STEPS + m) * C::STEPS + first) * 64 + lane;
@@ -142,12 +152,15 @@ template <class C, int MODE> struct Opening {
         }
     }
     DEVICE static int own_item() { return C::THREADS - 1 - thread_index(); } /* the last warps have least to do */
-    DEVICE static int own_item_below(const DecodeParams &p) { return min(own_item(), p.bias_steps * C::TILES * 32 - 1); }
+    DEVICE static int own_item_below(const DecodeParams &p, int k) {
+        return min(own_item() + k * C::THREADS, p.bias_steps * C::TILES * 32 - 1);
+    }
 
     DEVICE void load_constants(const DecodeParams &p, uint8_t *area, int head, int warp, int lane) {
         if (has_bias<MODE>(p)) {
             fetch_bias<C, MODE>(p, segment_data<C>(area, p.bias_steps), head);
-            item.load_constants(p, head, own_item_below(p));
+#pragma unroll
+            for (int k = 0; k < C::TILES; k++) item[k].load_constants(p, head, own_item_below(p, k));
         }
         load_rotation(p, head, min(warp, C::STEPS - 1), 0, lane);
         mean.load_constants(p, head, lane);
@@ -155,8 +168,10 @@ template <class C, int MODE> struct Opening {
     DEVICE void load_queries(const DecodeParams &p, const Target &to, int warp, int lane) {
 #pragma unroll
         for (int j = 0; j < ROW_TILES; j++) load_query<C>(p, to, j, lane, raw[j]);
-        mean.load_query(p, to, C::WARPS - 1 - warp, lane);
-        if (has_bias<MODE>(p)) item.load_query(p, to, own_item_below(p));
+        mean.load_query(p, to, warp, lane);
+        if (has_bias<MODE>(p))
+#pragma unroll
+            for (int k = 0; k < C::TILES; k++) item[k].load_query(p, to, own_item_below(p, k));
     }
 };
 
@@ -204,29 +219,28 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
                 q[8] = c[j][2];
                 q[C::QUERY_STRIDE] = c[j][1];
                 q[C::QUERY_STRIDE + 8] = c[j][3];
-                put_query<C>(s.fragments, m, g, row, c[j][0], c[j][2]);
-                put_query<C>(s.fragments, m, g, row + 1, c[j][1], c[j][3]);
+                if (!C::BYTES) {
+                    put_query<C>(s.fragments, m, g, row, c[j][0], c[j][2]);
+                    put_query<C>(s.fragments, m, g, row + 1, c[j][1], c[j][3]);
+                }
             }
             if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS) s.query_scale[8 * j + g] = scale[j];
         }
     }
-    o.mean.put(p, s, C::WARPS - 1 - warp, lane);
-#pragma unroll 1
-    for (int row = 2 * C::WARPS - 1 - warp; row < C::ROWS; row += C::WARPS) {
-        o.mean.load_query(p, to, row, lane);
-        o.mean.put(p, s, row, lane);
-    }
+    o.mean.put(p, s, warp, lane);
+    if (has_bias<MODE>(p)) asm volatile("cp.async.wait_all;" ::: "memory");
+    if (C::BYTES || has_bias<MODE>(p)) __syncthreads(); /* queries and their scales */
+    if (C::BYTES && warp < C::COLUMNS) put_byte_query<C>(s, warp, lane);
     if (has_bias<MODE>(p)) {
         const int n_items = p.bias_steps * C::TILES * 32;
-        if (thread_index() == 0) *s.bias_unit = __ldg(p.bias_units + to.head);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads(); /* the scales */
-        for (int i = o.own_item(); i < n_items; i += C::THREADS) {
-            if (i >= C::THREADS) {
-                o.item.load_constants(p, to.head, i);
-                o.item.load_query(p, to, i);
-            }
-            o.item.put(p, s, i);
+#pragma unroll
+        for (int k = 0; k < C::TILES; k++)
+            if (o.own_item() + k * C::THREADS < n_items) o.item[k].put(p, s, o.own_item() + k * C::THREADS);
+#pragma unroll 1
+        for (int i = o.own_item() + C::TILES * C::THREADS; i < n_items; i += C::THREADS) {
+            o.item[0].load_constants(p, to.head, i);
+            o.item[0].load_query(p, to, i);
+            o.item[0].put(p, s, i);
         }
     } else if (MODE == MODE_BIAS_CAP && thread_index() == 0) {
         *s.bias_unit = 0;
@@ -255,7 +269,7 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps) {
-    const int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 36 + C::TILES * C::STEPS * 64) * 4;
+    const int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 52 + C::QUERY_TILES * C::QUERY_WORDS * 32) * 4;
     return ((segment > Merge<C>::BYTES ? segment : Merge<C>::BYTES) + 127) / 128 * 128;
 }
 template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps) {
@@ -330,7 +344,7 @@ template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int l
 
 template <class C, int MODE>
 DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
-                      const uint8_t *stages, int n_units, int unit) {
+                      uint8_t *stages, int n_units, int unit) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int first_row = target_of<C>(p, ctl.place).first_row;
 #pragma unroll 1
@@ -346,7 +360,7 @@ DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, u
 
 template <class C, int MODE>
 DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
-                        const uint8_t *stages) {
+                        uint8_t *stages) {
     const int base = ctl.place.base, units = ctl.items.units();
     const int from = max(ctl.start, base), to = min(ctl.end, base + ctl.items.count());
     const int middle = min(max(from, base + units), to);
@@ -357,21 +371,18 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first);
     int n_tiles = items_of_warp<C>(ctl, middle, to);
     int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
-    PageBias<C> page_bias;
-    int until_fresh = 0;
+    Beginnings<C, MODE> beginnings;
+    beginnings.start();
     /* Pages that every row sees whole. */
     const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
     const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
 #pragma unroll 1
     for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
+        float score[8][C::COLUMNS];
+        beginnings.take(rows, area, p, page, score);
         feeder.ring.wait();
-        if constexpr (MODE == MODE_BIAS_16)
-            if (until_fresh-- == 0) {
-                page_bias.start(segment_data<C>(area, p.bias_steps), page, static_cast<int>(threadIdx.x & 31));
-                until_fresh = PageBias<C>::FRESH - 1;
-            }
-        attend_tile<C, MODE>(rows, page_bias, area, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
-                             page < clear_first || page >= clear_last);
+        attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
+                             page < clear_first || page >= clear_last, score);
         feeder.refill(p, ctl, threadIdx.x & 31);
     }
 }
@@ -400,7 +411,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     uint8_t *area = shared + ring_bytes<C>();
     uint8_t *barriers = area + area_size;
     Control &ctl = *reinterpret_cast<Control *>(barriers + C::WARPS * C::STAGES * 8);
-    const uint8_t *stages = shared + warp * C::STAGES * C::STAGE;
+    uint8_t *stages = shared + warp * C::STAGES * C::STAGE;
 
     Feeder<C> feeder;
     feeder.ring.data = shared_address(stages);

@@ -76,6 +76,7 @@ static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_de
     p.v_mean_rotated = layer->v_mean_rotated;
     p.v_rotation_t = a->out_rotated ? NULL : layer->v_rotation_t;
     p.bias_table = (const uint4 *)layer->bias_table;
+    p.bias_waves = (const uint4 *)layer->bias_waves;
     p.bias_nu = (const float4 *)layer->bias_nu;
     p.bias_units = (const float *)layer->bias_units;
     p.bias_strides = (const float4 *)layer->bias_strides;
@@ -105,6 +106,8 @@ static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_de
     p.bits_v = layer->bits_v;
     p.bias_steps = layer->bias_steps;
     p.bias_split_steps = layer->bias_split_steps;
+    p.bias_even_steps = layer->bias_even_steps;
+    p.bias_odd_steps = layer->bias_odd_steps;
     p.q_is_bf16 = a->q_dtype == OSCAR_DTYPE_BF16;
     p.out_dtype = a->out_dtype;
     p.scale_log2 = (float)(a->logit_scale * LOG2_E);

@@ -8,7 +8,7 @@
 #ifndef OSCAR_CUDA_DECODE_MERGE_CUH
 #define OSCAR_CUDA_DECODE_MERGE_CUH
 
-#include "decode_rows.cuh"
+#include "decode_tile.cuh"
 
 template <class C> struct Merge {
     static constexpr int FRAGMENTS = C::TILES * C::STEPS * 32; /* of 4 floats */

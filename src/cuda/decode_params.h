@@ -31,9 +31,10 @@ typedef struct DecodeParams {
     const float *v_mean_rotated; /* [H, d] or NULL: mean times U_V */
     const float *v_rotation_t; /* [H, d, d] U_V^T, or NULL: no turning back */
     const uint4 *bias_table;   /* [H, bias_steps / 2, 2, 2, 2, 32] fragments of cos - 1 and sin, high and low halves */
+    const uint4 *bias_waves;   /* [H, 2, 2, 2, 32] up to 16 pairs: the same with cos instead of cos - 1 */
     const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs at the middle of a page, over the head's unit */
     const float *bias_units;   /* [H] powers of two */
-    const float4 *bias_strides; /* [17, H, 2, 4] up to 16 pairs: turns of two pairs by 0 .. 16 pages: cos, sin */
+    const float4 *bias_strides; /* [33, H, bias_steps, 4] up to 64 pairs: turns of two pairs by 0 .. 32 pages: cos, sin */
     const unsigned long long *bias_turn; /* [H, 8 bias_steps] turns a page, 64 bits after the point */
     const int2 *bias_dims;     /* [H, 8 bias_steps] the two dims of a pair */
 
@@ -46,6 +47,7 @@ typedef struct DecodeParams {
     int sink, sink8, recent, ring, window;
     int tile_bytes, bits_k, bits_v;
     int bias_steps, bias_split_steps; /* steps of 8 pairs, an even number; the first so many need all products */
+    int bias_even_steps, bias_odd_steps; /* in decode: the first so many need all products of E, of O; E has none beyond the latter */
     uint32_t gqa_magic, row_tiles_magic; /* for divide() of device.cuh */
     int q_is_bf16;
     int out_dtype; /* oscar_dtype */

@@ -35,6 +35,14 @@ DEVICE void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/* Bytes: unsigned times signed. */
+DEVICE void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 /* Transposes an 8 x 8 matrix of 16-bit elements spread over the warp. */
 DEVICE uint32_t transpose8x8(uint32_t x) {
     uint32_t r;
@@ -152,6 +160,13 @@ DEVICE void let_next_kernel_start() {
 DEVICE void wait_for_kernel_before() {
 #if HAVE_BULK_COPY
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* Between a thread's own stores to shared memory and bulk copies to the same place. */
+DEVICE void fence_before_copies() {
+#if HAVE_BULK_COPY
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 

@@ -296,6 +296,7 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->v_mean_rotated);
     cudaFree(layer->v_rotation_t);
     cudaFree(layer->bias_table);
+    cudaFree(layer->bias_waves);
     cudaFree(layer->bias_nu);
     cudaFree(layer->bias_units);
     cudaFree(layer->bias_strides);

@@ -16,11 +16,11 @@ struct oscar_cuda_layer {
     int32_t device, n_multiprocessors, shared_max;
     bool bulk;  /* compute capability 9.0 or later */
     bool wgmma; /* 9.0 */
-    int32_t n_tracked, bias_steps, bias_split_steps;
+    int32_t n_tracked, bias_steps, bias_split_steps, bias_even_steps, bias_odd_steps;
     /* For decode: see DecodeParams. */
     void *k_rotation_fragments;
     float *k_mean, *v_mean_rotated, *v_rotation_t;
-    void *bias_table, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
+    void *bias_table, *bias_waves, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
     /* For append: see AppendParams in append.cu. */
     float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_metric_lanes, *v_metric_lanes;
     float *append_bias_table, *append_bias_freq;

@@ -44,9 +44,9 @@ static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
     return pairs;
 }
 
-/* Sixteen pairs: fragments of cos(x f) - 1, then of sin(x f), x = .5 .. 31.5; lane t has pairs 2 t, 2 t + 1 (k = 2 t,
- * 2 t + 1) and 2 t + 8, 2 t + 9. out: [2][high, low][2][32][4] words. */
-static void pack_step(const Pair *pairs, uint32_t *out) {
+/* Sixteen pairs: fragments of cos(x f) - less, then of sin(x f), x = .5 .. 31.5; lane t has pairs 2 t, 2 t + 1 (k = 2 t,
+ * 2 t + 1) and 2 t + 8, 2 t + 9. less: 0 or 1. out: [2][high, low][2][32][4] words. */
+static void pack_step(const Pair *pairs, int less, uint32_t *out) {
     for (int part = 0; part < 2; part++)
         for (int block = 0; block < 2; block++)
             for (int lane = 0; lane < 32; lane++)
@@ -55,7 +55,7 @@ static void pack_step(const Pair *pairs, uint32_t *out) {
                     uint16_t half[2][2];
                     for (int e = 0; e < 2; e++) {
                         const double angle = pairs[2 * (lane & 3) + e + 8 * (reg >> 1)].freq * x, half_sine = sin(angle / 2);
-                        const double value = part ? sin(angle) : -2 * half_sine * half_sine;
+                        const double value = part ? sin(angle) : less ? -2 * half_sine * half_sine : cos(angle);
                         const __half high = __float2half_rn((float)value);
                         half[0][e] = __half_as_ushort(high);
                         half[1][e] = __half_as_ushort(__float2half_rn((float)(value - (double)__half2float(high))));
@@ -68,6 +68,10 @@ static void pack_step(const Pair *pairs, uint32_t *out) {
 /* Steps whose table is not small: |e^{i x f} - 1| is at most 31.5 f, and fp16 keeps 11 bits, so below this the
  * high halves alone are as exact as fp32 sums. */
 #define SLOW_PAIR (1.0 / 31.5 / 128)
+/* Decode looks at cos - 1, at most (31.5 f)^2 / 2, and sin, at most 31.5 f, apart: up to 2^-9 a product of two rounded
+ * halves is exact to 2^-20 of |z|, and a cosine of a 2^-20 is nothing. */
+#define SLOW_EVEN (1.0 / 31.5 / 16)
+#define SLOW_ODD (1.0 / 31.5 / 724)
 
 /* A power of two that leaves at most 16 of the largest |nu| of a head: a query's channels reach 2^10, and
  * their product with nu is kept in fp16 halves. */
@@ -102,52 +106,78 @@ static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cud
     return status;
 }
 
+/* What goes to the device, as DecodeParams has it. n: pairs of a head, filled up. */
+struct BiasArrays {
+    int steps, n, n_heads;
+    std::vector<uint32_t> table, waves;
+    std::vector<float> nu, units;
+    std::vector<float2> strides;
+    std::vector<unsigned long long> turn;
+    std::vector<int2> dims;
+    int split = 0, even = 0, odd = 0; /* steps that need more than what slow pairs do */
+
+    BiasArrays(int n_tracked, int n_heads_)
+        : steps((n_tracked + 15) / 16 * 2), n(8 * steps), n_heads(n_heads_), table((size_t)n_heads * steps * 512),
+          waves(steps == 2 ? table.size() : 0), nu((size_t)n_heads * n * 2), units(n_heads),
+          strides(steps <= 8 ? (size_t)33 * n_heads * n : 0), turn((size_t)n_heads * n),
+          dims((size_t)n_heads * n) {}
+
+    void put_tables(int head, const std::vector<Pair> &pairs) {
+        for (int s = 0; s < steps; s += 2) {
+            const double fastest = pairs[8 * s].freq;
+            pack_step(&pairs[8 * s], 1, &table[((size_t)head * steps + s) * 512]);
+            if (!waves.empty()) pack_step(&pairs[8 * s], 0, &waves[(size_t)head * 1024]);
+            if (fastest > SLOW_PAIR) split = std::max(split, s + 2);
+            if (fastest > SLOW_EVEN) even = std::max(even, s + 2);
+            if (fastest > SLOW_ODD) odd = std::max(odd, s + 2);
+        }
+    }
+
+    void put_pair(int head, int k, const Pair &pair, double unit) {
+        const size_t at = (size_t)head * n + k;
+        const double f = pair.freq, c = cos(31.5 * f) / unit, s = sin(31.5 * f) / unit;
+        nu[2 * at] = (float)(pair.nu[0] * c - pair.nu[1] * s);
+        nu[2 * at + 1] = (float)(pair.nu[0] * s + pair.nu[1] * c);
+        turn[at] = page_turn(f);
+        dims[at] = pair.dims;
+        for (size_t pages = 0; pages < strides.size() / ((size_t)n_heads * n); pages++) {
+            const double angle = fmod(64.0 * pages * f, 6.283185307179586);
+            strides[pages * n_heads * n + at] = make_float2((float)cos(angle), (float)sin(angle));
+        }
+    }
+};
+
+template <class T> static void upload(void **out, const std::vector<T> &v, const char *what, oscar_status *status, oscar_error *error) {
+    if (*status == OSCAR_OK && !v.empty()) *status = layer_upload(out, v.data(), v.size() * sizeof(T), what, error);
+}
+
 oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_options *o, oscar_error *error) {
-    const int h = o->n_kv_heads;
-    for (int i = 0; i < h * o->n_tracked; i++)
+    for (int i = 0; i < o->n_kv_heads * o->n_tracked; i++)
         if (o->tracked[i] < 0 || o->tracked[i] >= o->rope->n_dims / 2)
             return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "tracked[%d] is %d, expected a pair below %d", i,
                                   o->tracked[i], o->rope->n_dims / 2);
-    /* An even number of steps: filled up with pairs whose nu is zero. */
-    const int steps = (o->n_tracked + 15) / 16 * 2, n = 8 * steps;
-    std::vector<uint32_t> table((size_t)h * steps * 512);
-    std::vector<float> nu((size_t)h * n * 2), units(h);
-    std::vector<float2> strides(steps == 2 ? (size_t)17 * h * n : 0);
-    std::vector<unsigned long long> turn((size_t)h * n);
-    std::vector<int2> dims((size_t)h * n);
-    int split = 0;
-    for (int i = 0; i < h; i++) {
-        std::vector<Pair> pairs = pairs_of(o, i);
+    BiasArrays a(o->n_tracked, o->n_kv_heads);
+    for (int head = 0; head < o->n_kv_heads; head++) {
+        std::vector<Pair> pairs = pairs_of(o, head);
         const double unit = unit_of(pairs);
-        units[i] = (float)unit;
-        pairs.resize(n, Pair());
-        for (int s = 0; s < steps; s += 2) {
-            pack_step(&pairs[8 * s], &table[((size_t)i * steps + s) * 512]);
-            if (pairs[8 * s].freq > SLOW_PAIR) split = std::max(split, s + 2);
-        }
-        for (int k = 0; k < n; k++) {
-            const double middle = 31.5 * pairs[k].freq, c = cos(middle) / unit, s = sin(middle) / unit;
-            nu[2 * ((size_t)i * n + k)] = (float)(pairs[k].nu[0] * c - pairs[k].nu[1] * s);
-            nu[2 * ((size_t)i * n + k) + 1] = (float)(pairs[k].nu[0] * s + pairs[k].nu[1] * c);
-            turn[(size_t)i * n + k] = page_turn(pairs[k].freq);
-            dims[(size_t)i * n + k] = pairs[k].dims;
-            for (size_t pages = 0; pages < strides.size() / (h * n); pages++) {
-                const double angle = fmod(64.0 * pages * pairs[k].freq, 6.283185307179586);
-                strides[(pages * h + i) * n + k] = make_float2((float)cos(angle), (float)sin(angle));
-            }
-        }
+        a.units[head] = (float)unit;
+        pairs.resize(a.n, Pair()); /* pairs whose nu is zero */
+        a.put_tables(head, pairs);
+        for (int k = 0; k < a.n; k++) a.put_pair(head, k, pairs[k], unit);
     }
     layer->n_tracked = o->n_tracked;
-    layer->bias_steps = steps;
-    layer->bias_split_steps = split;
-    oscar_status status = layer_upload(&layer->bias_table, table.data(), table.size() * 4, "bias table", error);
-    if (status == OSCAR_OK) status = layer_upload(&layer->bias_nu, nu.data(), nu.size() * 4, "k_tracked", error);
-    if (status == OSCAR_OK) status = layer_upload(&layer->bias_units, units.data(), units.size() * 4, "k_tracked", error);
-    if (status == OSCAR_OK && !strides.empty())
-        status = layer_upload(&layer->bias_strides, strides.data(), strides.size() * 8, "bias turns", error);
-    if (status == OSCAR_OK)
-        status = layer_upload(&layer->bias_turn, turn.data(), turn.size() * 8, "bias turns", error);
-    if (status == OSCAR_OK) status = layer_upload(&layer->bias_dims, dims.data(), dims.size() * 8, "tracked", error);
+    layer->bias_steps = a.steps;
+    layer->bias_split_steps = a.split;
+    layer->bias_even_steps = a.even;
+    layer->bias_odd_steps = a.odd;
+    oscar_status status = OSCAR_OK;
+    upload(&layer->bias_table, a.table, "bias table", &status, error);
+    upload(&layer->bias_waves, a.waves, "bias table", &status, error);
+    upload(&layer->bias_nu, a.nu, "k_tracked", &status, error);
+    upload(&layer->bias_units, a.units, "k_tracked", &status, error);
+    upload(&layer->bias_strides, a.strides, "bias turns", &status, error);
+    upload(&layer->bias_turn, a.turn, "bias turns", &status, error);
+    upload(&layer->bias_dims, a.dims, "tracked", &status, error);
     if (status == OSCAR_OK) status = upload_append_table(layer, o, error);
     return status;
 }

@@ -183,7 +183,7 @@ DEVICE void prefill_operands(const DecodeParams &p, const PrefillShared<C> &s, c
             uint32_t first[2], second[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                bias_operands(z[0][k], z[0][2 + k], z[1][k], z[1][2 + k], false, lane, first, second);
+                bias_operands(z[0][k], z[0][2 + k], z[1][k], z[1][2 + k], first, second);
                 s.bias_operand[((step + k) * C::TILES + j) * 32 + lane] =
                     make_uint4(first[0], first[1], second[0], second[1]);
             }
@@ -206,10 +206,10 @@ DEVICE void prefill_bias(const DecodeParams &p, const PrefillShared<C> &s, int s
             for (int k = 0; k < 2; k++) {
                 const uint4 x = s.bias_operand[((step + k) * C::TILES + j) * 32 + lane];
                 const uint32_t first[2] = {x.x, x.y}, second[2] = {x.z, x.w};
-                bias_product(part[k], table + (step + k) * 128, lane, false, step < p.bias_split_steps, first, second);
+                bias_product(part[k], table + (step + k) * 128, lane, step < p.bias_split_steps, first, second);
             }
         if (sub < 2)
-            bias_before(part[0], part[1], false, c[j]);
+            bias_before(part[0], part[1], c[j]);
         else
             bias_after(part[0], part[1], c[j]);
     }
@@ -297,7 +297,7 @@ DEVICE void prefill_start(Rows<C> &r, const DecodeParams &p, const PrefillShared
     const int t = lane & 3;
     const uint32_t fragments = shared_address(s.fragments) + 16 * lane;
     const float to_log2 = __fdividef(p.scale_log2, scale * CODE_UNIT);
-    r.bias_unit = MODE == MODE_PLAIN || !p.bias_units ? 0.0f : __ldg(p.bias_units + b.head) * CODE_UNIT;
+    const float bias_unit = MODE == MODE_PLAIN || !p.bias_units ? 0.0f : __ldg(p.bias_units + b.head) * CODE_UNIT;
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
         uint32_t q[C::STEPS / 2][4];
@@ -323,6 +323,7 @@ DEVICE void prefill_start(Rows<C> &r, const DecodeParams &p, const PrefillShared
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         r.scale[i] = to_log2;
+        r.bias_unit[i] = bias_unit;
         r.q_const[i] = MODE == MODE_PLAIN ? 0.0f : s.row_const[4 * i + t];
         r.row_max[i] = NO_MAXIMUM;
         r.row_sum[i] = 0;
@@ -371,7 +372,7 @@ DEVICE void prefill_unit(Rows<C> &r, const PrefillShared<C> &s, const DecodePara
         const int j = i >> 1;
         float x = c[j][i & 1] * CODE_UNIT;
         if constexpr (MODE != MODE_PLAIN) {
-            x += fmaf(upper ? bias[j][2 + (i & 1)] : bias[j][i & 1], r.bias_unit, constant[i]);
+            x += fmaf(upper ? bias[j][2 + (i & 1)] : bias[j][i & 1], r.bias_unit[i], constant[i]);
             if (p.softcap_log2 > 0) x = soft_cap(x, r.scale[i], p.softcap_log2);
         }
         const Span see = visible(p, kind, prefill_token<C>(p, b, i, lane));

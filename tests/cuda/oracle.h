@@ -60,6 +60,7 @@ struct Problem {
     int n_tracked = 0;
     double bias_size = 0; /* largest |q . R nu| of a pair */
     bool slow_pairs = true; /* tracked pairs over all frequencies; otherwise the fastest */
+    double rope_base = 10000;
     bool adjacent = false;
     bool rotated = true, means = true, sink_logits = false, out_rotated = false, q_bf16 = true;
     bool scramble_slots = true;
@@ -113,7 +114,7 @@ static inline void build_constants(Problem &p) {
     p.rope.layout = p.adjacent ? OSCAR_ROPE_ADJACENT : OSCAR_ROPE_HALF_SPLIT;
     p.rope.n_dims = d;
     p.rope.magnitude = 1;
-    for (int f = 0; f < d / 2; f++) p.rope.inv_freq[f] = (float)pow(10000.0, -2.0 * f / d);
+    for (int f = 0; f < d / 2; f++) p.rope.inv_freq[f] = (float)pow(p.rope_base, -2.0 * f / d);
     if (p.rotated) {
         p.k_rotation.resize((size_t)h * d * d);
         p.v_rotation.resize((size_t)h * d * d);

@@ -294,6 +294,14 @@ static void test_prefill(int d) {
         p.bias_size = 2;
         run_case("prefill", p, 1e-3, true, true);
     }
+    for (double size : {3.9, 4.2}) { /* some rows need low halves of the bias, others do not */
+        Problem p = make(d, 4, {1500});
+        p.n_q_tokens = 250;
+        p.ring = 512;
+        p.n_tracked = 16;
+        p.bias_size = size;
+        run_case("prefill, biases of all sizes", p, 1e-3, true, true);
+    }
     for (int slow = 0; slow < 2; slow++) { /* |b| of 1,000: see test_large_bias() */
         Problem p = make(d, 8, {20000});
         p.n_kv_heads = 1;
@@ -313,14 +321,15 @@ static void test_prefill(int d) {
 /* |b| of about 1,000 and logits 0.05 of it, so that several tokens share the softmax: an error of 0.01
  * in b is 5e-4 in the logits, and as much in the output, which has no mean to hide it. */
 static void test_large_bias(int d) {
-    for (int gqa : {4, 8})
-        for (int slow = 0; slow < 2; slow++)
+    for (int gqa : {4, 8, 12})
+        for (int kind = 0; kind < 3; kind++) /* the fastest pairs, any, and any of a base that has far slower ones */
             for (int tracked : {16, d / 2}) {
                 Problem p = make(d, gqa, {4133, 60000});
                 p.n_kv_heads = 1;
                 p.n_tracked = tracked;
                 p.bias_size = 1000.0 / sqrt((double)tracked);
-                p.slow_pairs = slow;
+                p.slow_pairs = kind > 0;
+                p.rope_base = kind == 2 ? 1e6 : 1e4;
                 p.q_size = 0.3;
                 p.means = false;
                 p.logit_scale = 0.05f;
@@ -393,6 +402,14 @@ static void test_quick(int d) {
         one.out_rotated = !back;
         run_case("quick, one sequence", one, 1e-3, true);
     }
+    for (int gqa : {4, 8, 12}) {
+        Problem all = make(d, gqa, {2500, 70});
+        all.n_kv_heads = 1;
+        all.n_tracked = d / 2;
+        all.bias_size = 2;
+        all.rope_base = 1e6;
+        run_case("quick, all pairs", all, 1e-3, true);
+    }
     Problem p = make(d, 4, {450, 70});
     p.n_kv_heads = 1;
     p.bits_k = 4;
@@ -426,7 +443,7 @@ int main(int argc, char **argv) {
         if (argc > 1 && atoi(argv[1]) != d) continue;
         if (quick) {
             if (argc < 3 || strcmp(argv[2], "prefill")) test_quick(d);
-            test_quick_prefill(d);
+            if (argc < 3 || !strcmp(argv[2], "prefill")) test_quick_prefill(d);
             continue;
         }
         const struct {
