@@ -2,7 +2,8 @@
  * bench_prefill.cu - times the last chunk of a prompt: append and attention over its history in 2 bits.
  *
  *   bench_prefill [key=value ...]   d, t (tokens of history, the chunk's included), n (tokens of the chunk),
- *                                   g (query heads a KV head), h (KV heads), tracked
+ *                                   g (query heads a KV head), h (KV heads), tracked, bias (factor of the tracked
+ *                                   mean: biases of more than some logits need low halves)
  */
 #include <math.h>
 #include <string.h>
@@ -12,7 +13,7 @@
 #include "timing.h"
 
 struct Options {
-    int d = 128, h = 8, g = 4, t = 32768, n = 2048, tracked = 0;
+    int d = 128, h = 8, g = 4, t = 32768, n = 2048, tracked = 0, bias = 1;
 };
 
 static oscar_cuda_layer *make_layer(const Options &o) {
@@ -22,6 +23,8 @@ static oscar_cuda_layer *make_layer(const Options &o) {
     std::vector<float> rotation(square), mean((size_t)o.h * o.d), b(square, 0.0f), dg(mean.size(), 1.0f);
     for (float &x : rotation) x = normal(random) / sqrtf((float)o.d);
     for (float &x : mean) x = 0.3f * normal(random);
+    std::vector<float> tracked_mean(mean);
+    for (float &x : tracked_mean) x *= (float)o.bias;
     for (int h = 0; h < o.h; h++)
         for (int i = 0; i < o.d; i++) {
             b[((size_t)h * o.d + i) * o.d + i] = 1;
@@ -44,7 +47,8 @@ static oscar_cuda_layer *make_layer(const Options &o) {
     l.tracked = pairs.data();
     l.rope = &rope;
     l.k_rotation = l.v_rotation = rotation.data();
-    l.k_mean = l.v_mean = l.k_tracked = mean.data();
+    l.k_mean = l.v_mean = mean.data();
+    l.k_tracked = tracked_mean.data();
     l.k_metric_b = b.data();
     l.k_metric_d = dg.data();
     oscar_cuda_layer *layer;
@@ -117,8 +121,8 @@ static void bench(const Options &o) {
     /* Products of the visible pairs. */
     const double pairs = (double)o.n * o.t - 0.5 * o.n * (o.n - 1);
     const double flops = 4.0 * pairs * o.d * o.h * o.g;
-    printf("prefill d %d, chunk %d of %d, GQA %d, tracked %d: attention %.0f us (%.0f TFLOP/s), append %.0f us (%.1f %%)\n", o.d,
-           o.n, o.t, o.g, o.tracked, attend, flops / attend / 1e6, append, 100 * append / attend);
+    printf("prefill d %d, chunk %d of %d, GQA %d, tracked %d (bias %d): attention %.0f us (%.0f TFLOP/s), append %.0f us (%.1f %%)\n", o.d,
+           o.n, o.t, o.g, o.tracked, o.bias, attend, flops / attend / 1e6, append, 100 * append / attend);
     oscar_cuda_layer_free(layer);
 }
 
@@ -132,7 +136,7 @@ int main(int argc, char **argv) {
     const struct {
         const char *name;
         int *value;
-    } names[] = {{"d=", &o.d}, {"h=", &o.h}, {"g=", &o.g}, {"t=", &o.t}, {"n=", &o.n}, {"tracked=", &o.tracked}};
+    } names[] = {{"d=", &o.d}, {"h=", &o.h}, {"g=", &o.g}, {"t=", &o.t}, {"n=", &o.n}, {"tracked=", &o.tracked}, {"bias=", &o.bias}};
     for (int i = 1; i < argc; i++) {
         bool known = false;
         for (const auto &n : names)
@@ -141,7 +145,7 @@ int main(int argc, char **argv) {
                 known = true;
             }
         if (!known) {
-            fprintf(stderr, "unknown option %s; expected d=, h=, g=, t=, n= or tracked=\n", argv[i]);
+            fprintf(stderr, "unknown option %s; expected d=, h=, g=, t=, n=, tracked= or bias=\n", argv[i]);
             return 2;
         }
     }
