@@ -59,7 +59,8 @@ DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head)
     const uint4 *table = (MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table) + static_cast<size_t>(head) * steps * 128;
     for (int i = tid; i < steps * 128; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
     if (tid == 0)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(s.bias_unit)), "l"(p.bias_units + head) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(s.bias_unit)), "l"(p.bias_units + head)
+                     : "memory");
     if (tid < steps * 4) {
         fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
         if (Beginnings<C, MODE>::STEPS > 0)
@@ -269,7 +270,8 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps) {
-    const int segment = bias_steps * bias_step_bytes<C>() + (C::ROWS * C::QUERY_STRIDE + 52 + C::QUERY_TILES * C::QUERY_WORDS * 32) * 4;
+    const int query = C::ROWS * C::QUERY_STRIDE + 52 + C::QUERY_TILES * C::QUERY_WORDS * 32; /* words */
+    const int segment = bias_steps * bias_step_bytes<C>() + query * 4;
     return ((segment > Merge<C>::BYTES ? segment : Merge<C>::BYTES) + 127) / 128 * 128;
 }
 template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps) {

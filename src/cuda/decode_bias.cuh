@@ -200,7 +200,8 @@ template <class C, int STEPS> struct PageBias {
         }
         if constexpr (WHOLE) {
 #pragma unroll
-            for (int k = 0; k < C::BIAS_PAGES * C::COLUMNS; k++) constant[k / C::COLUMNS][k % C::COLUMNS] = r.q_const[k % C::COLUMNS];
+            for (int k = 0; k < C::BIAS_PAGES * C::COLUMNS; k++)
+                constant[k / C::COLUMNS][k % C::COLUMNS] = r.q_const[k % C::COLUMNS];
         } else {
             page_constants<C>(r, sum, constant, lane);
         }
@@ -334,7 +335,8 @@ template <class C, int MODE> struct Beginnings {
                 }
             } else {
 #pragma unroll
-                for (int k = 0; k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] = next[k / C::COLUMNS][k % C::COLUMNS];
+                for (int k = 0; k < 8 * C::COLUMNS; k++)
+                    score[k / C::COLUMNS][k % C::COLUMNS] = next[k / C::COLUMNS][k % C::COLUMNS];
             }
             n_made++;
         }

@@ -47,7 +47,8 @@ typedef struct DecodeParams {
     int sink, sink8, recent, ring, window;
     int tile_bytes, bits_k, bits_v;
     int bias_steps, bias_split_steps; /* steps of 8 pairs, an even number; the first so many need all products */
-    int bias_even_steps, bias_odd_steps; /* in decode: the first so many need all products of E, of O; E has none beyond the latter */
+    int bias_even_steps, bias_odd_steps; /* in decode: the first so many need all products of E and of O (decode_bias.cuh);
+                                            beyond the latter E has none */
     uint32_t gqa_magic, row_tiles_magic; /* for divide() of device.cuh */
     int q_is_bf16;
     int out_dtype; /* oscar_dtype */

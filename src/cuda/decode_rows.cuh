@@ -2,16 +2,18 @@
  * decode_rows.cuh - query rows of one KV head against a tile of quantised tokens or a unit of BF16
  * tokens, on one warp.
  *
- * Codes are the A operand of mma.m16n8k16 (tokens for keys, channels for values), queries and
- * probabilities the B operand. A code at bit 2 i of a 16-bit half, read as fp16, is the subnormal
- * c 4^i 2^-24: keys pay for 4^i in the query (scaled by 4^-i, exact), values at the end. Steps and
- * offsets stay outside: logit = s (q.c) + m sum(q); output = sum (p s) c + sum p m.
+ * Codes are the A operand of an MMA (tokens for keys, channels for values), queries and probabilities the B operand.
+ * Steps and offsets stay outside: logit = s (q.c) + m sum(q); output = sum (p s) c + sum p m. A code at bit 2 i of a
+ * 16-bit half, read as fp16, is the subnormal c 4^i 2^-24 (m16n8k16): values pay for 4^i at the end, keys of more than
+ * two bits in the query (scaled by 4^-i, exact). Two-bit keys are bytes, and the query an integer of 16 bits in two bytes
+ * (m16n8k32): half of the masks and no shift.
  *
  * Rows and columns. Column n of an MMA is a row of the query block. A full column tile j holds rows
  * 8 j + (n >> 1) + 4 (n & 1), so that lane t of a quad owns rows t, 4 + t, 8 + t, ...: one score
  * column i is row 4 i + t. When the rows are an odd number of fours the last column tile is half:
- * row 8 j + (n >> 1) for even and odd n; keys put the query's low half there (the sum of both
- * columns has 22 bits), values half of the tokens.
+ * row 8 j + (n >> 1) for even and odd n; keys of more than two bits put the query's low half there (the sum of
+ * both columns has 22 bits), values half of the tokens. The byte products of four rows have the query's high byte in
+ * even columns and the low one in odd, column n being row n >> 1: their score column is the lane's row too.
  */
 #ifndef OSCAR_CUDA_DECODE_ROWS_CUH
 #define OSCAR_CUDA_DECODE_ROWS_CUH
@@ -43,7 +45,8 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE + (HIGH ? 2048 * W : 0);
     static constexpr bool BULK = WARPS * STAGES * STAGE > 100000; /* made for devices with bulk copies */
-    static constexpr int SIDE_BY_SIDE = COLUMNS * G > 1 || WARPS > 12 || HIGH ? 2 : 4; /* sub-tiles whose products interleave */
+    /* Sub-tiles whose products interleave. */
+    static constexpr int SIDE_BY_SIDE = COLUMNS * G > 1 || WARPS > 12 || HIGH ? 2 : 4;
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
     /* Pages whose key bias is made at once: with at most 4 rows, the odd columns have the warp's next page. */
     static constexpr int BIAS_PAGES = FULL == 0 ? 2 : 1;
@@ -209,7 +212,8 @@ DEVICE void byte_products(const Rows<C> &r, const uint32_t (&x)[N][2 * C::W], fl
                 const int b = k * 2 * A_GROUP + 2 * m;
 #pragma unroll
                 for (int i = 0; i < C::COLUMNS; i++)
-                    mma_bytes(c[n][k / 2][i][k % 2], a[0], a[1], a[2], a[3], r.q[i][b / 4][b % 4], r.q[i][(b + 1) / 4][(b + 1) % 4]);
+                    mma_bytes(c[n][k / 2][i][k % 2], a[0], a[1], a[2], a[3], r.q[i][b / 4][b % 4],
+                              r.q[i][(b + 1) / 4][(b + 1) % 4]);
             }
 #pragma unroll
     for (int n = 0; n < N; n++)

@@ -120,7 +120,8 @@ DEVICE void add_products(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], 
 
 /* The same from what byte_products() makes. */
 template <class C>
-DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], const uint8_t *params, int lane, float (*score)[C::COLUMNS]) {
+DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], const uint8_t *params, int lane,
+                     float (*score)[C::COLUMNS]) {
 #pragma unroll
     for (int k = 0; k < C::G; k++) {
         const uint2 sm = *reinterpret_cast<const uint2 *>(params + 256 * k + 8 * (lane >> 2));
@@ -433,7 +434,8 @@ DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;
-        float x = fmaf(j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1], r.unit[i], MODE == MODE_PLAIN ? r.q_const[i] : score[0][i]);
+        const float dot = j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1];
+        float x = fmaf(dot, r.unit[i], MODE == MODE_PLAIN ? r.q_const[i] : score[0][i]);
         if (MODE == MODE_BIAS_CAP && p.softcap_log2 > 0) x = soft_cap(x, r.scale[i], p.softcap_log2);
         const Span see = visible(p, kind, t_first + column_token<C>(p, first_row, i, lane));
         score[0][i] = position + g < see.first || position + g >= see.last ? MASKED : x;

@@ -147,7 +147,8 @@ struct BiasArrays {
     }
 };
 
-template <class T> static void upload(void **out, const std::vector<T> &v, const char *what, oscar_status *status, oscar_error *error) {
+template <class T>
+static void upload(void **out, const std::vector<T> &v, const char *what, oscar_status *status, oscar_error *error) {
     if (*status == OSCAR_OK && !v.empty()) *status = layer_upload(out, v.data(), v.size() * sizeof(T), what, error);
 }
 
