@@ -23,6 +23,8 @@ void *region_reserve(size_t bytes);
 void region_prefer_large(void *memory, size_t bytes);
 void region_release(void *memory, size_t bytes);
 
+#define ALIGN64(n) (((n) + 63) & ~(size_t)63)
+
 /* a * b into *out; false when it overflows. */
 static inline bool size_mul(size_t a, size_t b, size_t *out) { return !__builtin_mul_overflow(a, b, out); }
 static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin_add_overflow(a, b, out); }

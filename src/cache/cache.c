@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define ALIGN64(n) (((n) + 63) & ~(size_t)63)
 /* Most partial results that there is room for, however many long sequences there may be at once. */
 #define MOST_PARTIALS 4096
 
@@ -135,13 +134,29 @@ static void pair_dims(const oscar_rope *rope, int32_t f, int32_t *a, int32_t *b)
     *b = adjacent ? 2 * f + 1 : f + rope->n_dims / 2;
 }
 
+typedef struct arena {
+    uint8_t *base; /* NULL while measuring */
+    size_t used;
+} arena;
+
+static void *arena_take(arena *a, size_t count, size_t size) {
+    void *p = a->base ? a->base + a->used : NULL;
+    a->used += ALIGN64(count * size);
+    return p;
+}
+
+/* Tables of which a decoded token reads all. */
+static void arrange_tables(cache_layer *layer, arena *a) {
+    size_t heads = (size_t)layer->shape.n_kv_heads, d = (size_t)layer->shape.head_dim, n = (size_t)layer->n_tracked;
+    if (layer->v_codec[0].rotation) layer->v_back = arena_take(a, heads * d * d, sizeof(float));
+    if (n) layer->bias_table = arena_take(a, heads * 2 * n * OSCAR_PAGE_TOKENS, sizeof(float));
+}
+
 /* Rows 2 p, 2 p + 1: magnitude * R_i nu of tracked pair p for slots i = 0..63. */
-static bool layer_bias_table(const oscar_cache *cache, cache_layer *layer) {
+static void layer_bias_table(const oscar_cache *cache, cache_layer *layer) {
     int32_t n = layer->n_tracked, heads = layer->shape.n_kv_heads, d = layer->shape.head_dim;
-    if (n == 0) return true;
+    if (n == 0) return;
     const rope_table *rope = &cache->ropes[layer->rope];
-    layer->bias_table = aligned_calloc((size_t)heads * 2 * (size_t)n * OSCAR_PAGE_TOKENS, sizeof(float));
-    if (!layer->bias_table) return false;
     for (int32_t h = 0; h < heads; h++)
         for (int32_t p = 0; p < n; p++) {
             int32_t f = layer->fit->tracked[h * n + p], a, b;
@@ -155,7 +170,6 @@ static bool layer_bias_table(const oscar_cache *cache, cache_layer *layer) {
                 row[OSCAR_PAGE_TOKENS + i] = (float)(magnitude * (x * s + y * c));
             }
         }
-    return true;
 }
 
 static const float *at_head(const float *array, int32_t head, size_t floats) {
@@ -212,10 +226,7 @@ static bool layer_constants(cache_layer *layer) {
             row_codec_prepare(&codecs[side][h], at, at + groups * (size_t)d);
         }
     }
-    if (!layer->v_codec[0].rotation) return true;
-    layer->v_back = aligned_calloc((size_t)heads * (size_t)d, sizeof(float) * (size_t)d);
-    if (!layer->v_back) return false;
-    for (int32_t h = 0; h < heads; h++)
+    for (int32_t h = 0; h < heads && layer->v_back; h++)
         for (int32_t i = 0; i < d; i++)
             for (int32_t j = 0; j < d; j++)
                 layer->v_back[((size_t)h * (size_t)d + (size_t)j) * (size_t)d + (size_t)i] =
@@ -262,25 +273,22 @@ static bool make_layers(oscar_cache *cache, const oscar_cache_options *o, size_t
 
 /* After the pools: a context that does not fit is refused before its tables are computed. */
 static bool make_tables(oscar_cache *cache) {
-    for (int32_t i = 0; i < cache->n_layers; i++)
-        if (!layer_rope(cache, &cache->layers[i]) || !layer_bias_table(cache, &cache->layers[i]) ||
-            !layer_constants(&cache->layers[i]))
-            return false;
+    arena tables = {NULL, 0};
+    for (int32_t i = 0; i < cache->n_layers; i++) arrange_tables(&cache->layers[i], &tables);
+    cache->tables_bytes = tables.used;
+    if (tables.used && !(cache->tables = region_reserve(tables.used))) return false;
+    if (cache->tables) region_prefer_large(cache->tables, cache->tables_bytes);
+    tables = (arena){cache->tables, 0};
+    for (int32_t i = 0; i < cache->n_layers; i++) {
+        cache_layer *layer = &cache->layers[i];
+        if (cache->tables) arrange_tables(layer, &tables);
+        if (!layer_rope(cache, layer) || !layer_constants(layer)) return false;
+        layer_bias_table(cache, layer);
+    }
     return true;
 }
 
 /* ---------------------------------------------------------------------------------------- memory */
-
-typedef struct arena {
-    uint8_t *base; /* NULL while measuring */
-    size_t used;
-} arena;
-
-static void *arena_take(arena *a, size_t count, size_t size) {
-    void *p = a->base ? a->base + a->used : NULL;
-    a->used += ALIGN64(count * size);
-    return p;
-}
 
 static void arrange_step(oscar_cache *cache, arena *a) {
     step_state *s = &cache->step;
@@ -475,10 +483,8 @@ void oscar_cache_free(oscar_cache *cache) {
     for (int32_t i = 0; i < cache->n_layers; i++) {
         aligned_free(cache->layers[i].k_codec);
         aligned_free(cache->layers[i].v_codec);
-        aligned_free(cache->layers[i].bias_table);
         aligned_free(cache->layers[i].k_ones);
         aligned_free(cache->layers[i].v_ones);
-        aligned_free(cache->layers[i].v_back);
     }
     for (int32_t i = 0; i < cache->n_ropes; i++) {
         aligned_free(cache->ropes[i].page_cos);
@@ -488,6 +494,7 @@ void oscar_cache_free(oscar_cache *cache) {
     }
     aligned_free(cache->layers);
     aligned_free(cache->ropes);
+    if (cache->tables) region_release(cache->tables, cache->tables_bytes);
     if (cache->scratch) region_release(cache->scratch, cache->scratch_bytes);
     if (cache->thread_memory) region_release(cache->thread_memory, cache->thread_bytes * CACHE_MAX_THREADS);
     pool_destroy(&cache->history);

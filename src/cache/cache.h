@@ -214,6 +214,8 @@ struct oscar_cache {
     uint8_t *thread_memory; /* CACHE_MAX_THREADS pieces of thread_bytes */
     size_t thread_bytes;
     size_t scratch_bytes;
+    void *tables; /* v_back and bias_table of all layers, in large pages; NULL: none */
+    size_t tables_bytes;
     void *scratch; /* step arrays */
     int32_t max_partials; /* of the short runs of all sequences, while they are no more than 4096 */
     size_t partial_floats; /* floats of one partial */

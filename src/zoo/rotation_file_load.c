@@ -284,7 +284,7 @@ oscar_status rotation_file_read(oscar_rotations **out, const byte_source *source
     if (status)
         oscar_rotations_free(l.rotations);
     else
-        *out = l.rotations;
+        rotations_pack(*out = l.rotations);
     return status;
 }
 
