@@ -56,7 +56,7 @@ typedef struct attn_ops {
 } attn_ops;
 
 /* Rows against quantised pages by integer dot products on the codes, without unpacking them to floats.
- * Queries and weights are rounded to 15 bits and a sign, of the row's largest magnitude (weights: of
+ * Queries and weights are rounded to 15 bits and a sign, of the largest magnitude of a row's group (weights: of
  * the page's), and go through as a high and a low byte; everything else is float. So results agree
  * with the tiles to about 3e-5, not to the bit. What a row receives does not depend, to the bit, on
  * the other rows of the block: decode, verification and prompts go through the same kernels, so that a
@@ -74,15 +74,19 @@ typedef struct attn_decode {
     attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys */
-    const uint8_t *next_keys; /* of the page after the one in hand, NULL: none, or not known */
+    /* Of the page after the one in hand: its keys (NULL: none, or not known), and whether the tracked pairs, as
+     * rows->q will hold them, are in `turned` [n_rows, q_dim - head_dim]. */
+    const uint8_t *next_keys;
+    bool next_turned;
+    float turned[ATTN_DECODE_ROWS * 32 * ATTN_BIAS_CHUNKS];
     /* Set by begin. */
-    float q_scale[ATTN_ROWS_MAX];
-    float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query over a group */
+    float q_scale[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query of a group, times logit_scale / ln 2 */
+    float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];   /* of that query over the group, scaled */
     _Alignas(64) int8_t q_bytes[ATTN_ROWS_MAX + ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
     /* Of the page in hand. */
     int32_t first; /* row of the stripe in hand */
     const uint8_t *spread_of; /* AMX: keys whose codes are in key_tiles */
-    const uint8_t *unspread; /* AMX: values of which value_tiles are still to be made */
+    const uint8_t *scored_of; /* AMX: keys whose products, and those of their bias, are there already */
     float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
@@ -95,6 +99,10 @@ typedef struct attn_decode {
     /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
     _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
     /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. */
+    /* AMX: products of a stripe with the keys of spread_of: 8 rows as high and low bytes, by 16 tokens. */
+    _Alignas(64) int32_t key_products[2][4][16][16];
+    _Alignas(64) uint16_t bias_operands[ATTN_BIAS_CHUNKS][2][ATTN_DECODE_ROWS][32];
+    _Alignas(64) float bias_products[4][ATTN_DECODE_ROWS][16];
     _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
     /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
      * values [32][head_dim][2]. */
@@ -104,6 +112,7 @@ typedef struct attn_decode {
 
 typedef struct attn_decode_ops {
     const char *name;
+    int32_t ahead_rows; /* up to so many rows the next page's turned pairs are of use, if there is room for them */
     /* Takes the rotated queries over from rows->q; call it after they were written. */
     void (*begin)(attn_decode *decode);
     /* One page, as attn_ops.tile: keys and values point to the page sides. */

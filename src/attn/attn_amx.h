@@ -7,6 +7,14 @@
 
 #define DOT_ROWS 8
 #define DECODE_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+
+/* The processor multiplies unsigned bytes too, so weights, which are not negative, have 16 bits. */
+#define WEIGHTS_MAX 65280.0f
+static inline void split_weights(const __m512i y[4], int8_t *high, int8_t *low) {
+    const __m512i a = _mm512_packus_epi32(y[0], y[1]), b = _mm512_packus_epi32(y[2], y[3]), byte = _mm512_set1_epi16(255);
+    _mm512_storeu_si512(high, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
+    _mm512_storeu_si512(low, _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte)));
+}
 #include "attn/attn_decode_page.h"
 
 /* What LDTILECFG reads. */
@@ -75,52 +83,65 @@ static inline void make_bias_tiles(attn_decode *d) {
         }
 }
 
-/* The turned queries as rows of an A operand: [n_rows][high, low][32] for pairs from 16 chunk on. */
-static void bias_queries(const attn_decode *d, int chunk, uint16_t (*out)[2][32]) {
-    const attn_rows *rows = d->rows;
-    const int n = 2 * n_pairs(d) - 32 * chunk;
-    const __mmask16 first = n >= 16 ? 0xffff : (__mmask16)((1 << n) - 1);
-    const __mmask16 second = n >= 32 ? 0xffff : n > 16 ? (__mmask16)((1 << (n - 16)) - 1) : 0;
-    __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                   19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    for (int r = 0; r < rows->n_rows; r++) {
-        const float *q = rows->q + (int64_t)r * rows->q_dim + rows->head_dim + 32 * chunk;
-        vi high[2], low[2];
-        split_bf16(_mm512_maskz_loadu_ps(first, q), &high[0], &low[0]);
-        split_bf16(_mm512_maskz_loadu_ps(second, q + 16), &high[1], &low[1]);
-        _mm512_store_si512(out[r][0], _mm512_permutex2var_epi16(high[0], odd, high[1]));
-        _mm512_store_si512(out[r][1], _mm512_permutex2var_epi16(low[0], odd, low[1]));
+/* The turned queries as A operands, bias_operands[chunk][high, low][row][pairs from 16 chunk on, cos and sin].
+turned: [n_rows, stride]. */
+static void bias_queries(attn_decode *d, const float *turned, int64_t stride) {
+    const vf scale = vf_set1(power_scale(d->rows));
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
+                                         19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    for (int chunk = 0; 16 * chunk < n_pairs(d); chunk++) {
+        const int n = 2 * n_pairs(d) - 32 * chunk;
+        const __mmask16 first = n >= 16 ? 0xffff : (__mmask16)((1 << n) - 1);
+        const __mmask16 second = n >= 32 ? 0xffff : n > 16 ? (__mmask16)((1 << (n - 16)) - 1) : 0;
+        for (int r = 0; r < d->rows->n_rows; r++) {
+            const float *q = turned + r * stride + 32 * chunk;
+            vi high[2], low[2];
+            split_bf16(vf_mul(_mm512_maskz_loadu_ps(first, q), scale), &high[0], &low[0]);
+            split_bf16(vf_mul(_mm512_maskz_loadu_ps(second, q + 16), scale), &high[1], &low[1]);
+            _mm512_store_si512(d->bias_operands[chunk][0][r], _mm512_permutex2var_epi16(high[0], odd, high[1]));
+            _mm512_store_si512(d->bias_operands[chunk][1][r], _mm512_permutex2var_epi16(low[0], odd, low[1]));
+        }
     }
 }
 
-static void tile_bias(attn_decode *d) {
-    const int n = d->rows->n_rows, chunks = (n_pairs(d) + 15) / 16;
-    _Alignas(64) uint16_t queries[ATTN_BIAS_CHUNKS][ATTN_DECODE_ROWS][2][32];
-    _Alignas(64) float products[2 * ATTN_DECODE_ROWS][16];
-    for (int c = 0; c < chunks; c++) bias_queries(d, c, queries[c]);
-    TILE_READS_MEMORY();
-    for (int t = 0; t < 4; t++) {
-        _tile_zero(6);
-        _tile_zero(7);
-        for (int c = 0; c < chunks; c++) {
-            _tile_loadd(0, queries[c][0], 64);
-            _tile_loadd(2, d->bias_tiles[c][t][0], 64);
-            _tile_loadd(3, d->bias_tiles[c][t][1], 64);
-            _tile_dpbf16ps(6, 0, 2);
-            _tile_dpbf16ps(6, 0, 3);
-            if (n <= 8) continue;
-            _tile_loadd(1, queries[c][8], 64);
-            _tile_dpbf16ps(7, 1, 2);
-            _tile_dpbf16ps(7, 1, 3);
-        }
-        _tile_stored(6, products[0], 64);
-        if (n > 8) _tile_stored(7, products[16], 64);
-        for (int r = 0; r < n; r++) {
-            float *out = d->rows->logits + r * TILE + 16 * t;
-            vf bias = vf_add(vf_load(products[2 * r]), vf_load(products[2 * r + 1]));
-            vf_store(out, vf_add(vf_load(out), bias));
-        }
-    }
+/* Of the page in hand. */
+static void turned_queries(attn_decode *d) {
+    bias_queries(d, d->rows->q + d->rows->head_dim, d->rows->q_dim);
 }
+
+/* high high + low high + high low, the queries in tiles `a_high` and `a_low`; what is left out is 2^-16 of it
+ * or less. */
+#define TILE_BIAS(a_high, a_low, c)                                                                \
+    for (int t = 0; t < 4; t++) {                                                                  \
+        _tile_zero(c);                                                                             \
+        for (int k = 0; k < chunks; k++) {                                                         \
+            if (chunks > 1 || t == 0) {                                                            \
+                _tile_loadd(a_high, d->bias_operands[k][0], 64);                                        \
+                _tile_loadd(a_low, d->bias_operands[k][1], 64);                                         \
+            }                                                                                      \
+            _tile_loadd(2, d->bias_tiles[k][t][0], 64);                                            \
+            _tile_loadd(3, d->bias_tiles[k][t][1], 64);                                            \
+            _tile_dpbf16ps(c, a_high, 2);                                                          \
+            _tile_dpbf16ps(c, a_low, 2);                                                           \
+            _tile_dpbf16ps(c, a_high, 3);                                                          \
+        }                                                                                          \
+        _tile_stored(c, d->bias_products[t], 64);                                                           \
+    }
+
+/* bias_products: tokens [16 t, 16 t + 16) of every row in [t]. Up to eight rows: the odd tiles have as many rows.
+ * More: the even ones have sixteen. */
+static void tile_bias(attn_decode *d) {
+    const int chunks = (n_pairs(d) + 15) / 16;
+    TILE_READS_MEMORY();
+    if (d->rows->n_rows <= 8) {
+        TILE_BIAS(1, 5, 7)
+    } else {
+        TILE_BIAS(0, 4, 6)
+    }
+    TILE_READS_MEMORY();
+}
+
+/* x + the products of vector t of row r. */
+INLINE vf add_bias(const attn_decode *d, int r, int t, vf x) { return vf_add(x, vf_load(d->bias_products[t][r])); }
 
 #endif

@@ -78,7 +78,7 @@ INLINE void dots(const int bits, const int n_rows, const int n_vecs, const code_
 
 /* --- keys ----------------------------------------------------------------------------------- */
 
-/* logits[r][64] = q.x^ of n_rows rows from r0 on. */
+/* logits[r][64] = q.x^ in powers of two, of n_rows rows from r0 on. */
 INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, const uint8_t *page, uint64_t valid) {
     const page_side *side = d->k_side;
     const int n_vecs = dot_vecs(n_rows), units = side->group / 16;
@@ -101,7 +101,7 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
                         vf x = first == 0 ? vf_zero() : vf_load(out);
                         if (unit == 0) x = vf_fma(offset, vf_set1(d->q_sum[d->first + r0 + r][g]), x);
                         vf sum = vf_from_int(dot_total(sums.high[r][v], sums.low[r][v]));
-                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r0 + r])), sum, x));
+                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r0 + r][g])), sum, x));
                     }
                 }
             }
@@ -179,7 +179,12 @@ static void dot_values(attn_decode *d, const uint8_t *values, int g) {
 }
 
 static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
-    decode_page(d, keys, values, valid, masks, dot_keys, bias_products, dot_values);
+    stripe s = {.all = d->rows};
+    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) {
+        dot_keys(d, keys, valid);
+        if (d->rows->q_dim > d->rows->head_dim) bias_products(d);
+        decode_values(d, values, valid, masks + first, NULL, stored_score, dot_values);
+    }
 }
 
 const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .begin = begin, .page = page};

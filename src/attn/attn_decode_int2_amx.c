@@ -12,10 +12,9 @@
 
 #include "attn/attn_overlay_amx.h"
 
-/* Products of the 32 byte rows of 16 rows with the 16 columns of a B tile. */
-typedef struct tile_products {
-    _Alignas(64) int32_t at[2 * ATTN_DECODE_ROWS][16];
-} tile_products;
+/* Products of 8 rows, high and low bytes, with the 16 columns of each of four B tiles. What eight rows need lies
+ * close together: a page's operands and products fill most of the nearest cache. */
+typedef int32_t tile_products[4][16][16];
 
 /* Groups of the sides are chunks of 64 channels, the last one filled up; where groups would share a
  * chunk, the dot products do it. */
@@ -27,7 +26,7 @@ static void tile_begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const int dim = rows->head_dim;
     begin(d);
-    d->spread_of = NULL;
+    d->spread_of = d->scored_of = NULL;
     for (int r = 0; r < rows->n_rows; r++)
         for (int half = 0; half < 2 && dim % 64; half++) memset(d->q_bytes[r][half] + dim, 0, (size_t)(64 - dim % 64));
     overlay_begin(d);
@@ -63,7 +62,7 @@ static void spread(int bits, const code_plane *plane, int unit, int n_units, boo
 }
 
 /* Tiles 0 and 1 (and 4, 5 for a second chunk) times codes [n_chunks][16][64]. */
-INLINE void multiply(int n_rows, int n_chunks, const uint8_t *codes, tile_products *out) {
+INLINE void multiply_keys(int n_rows, int n_chunks, const uint8_t *codes, int b, tile_products *out) {
     TILE_READS_MEMORY();
     _tile_zero(6);
     _tile_loadd(2, codes, 64);
@@ -72,21 +71,34 @@ INLINE void multiply(int n_rows, int n_chunks, const uint8_t *codes, tile_produc
         _tile_loadd(3, codes + 1024, 64);
         _tile_dpbsud(6, 4, 3);
     }
-    _tile_stored(6, out->at[0], 64);
+    _tile_stored(6, out[0][b], 64);
     if (n_rows <= 8) return;
     _tile_zero(7);
     _tile_dpbsud(7, 1, 2);
     if (n_chunks == 2) _tile_dpbsud(7, 5, 3);
-    _tile_stored(7, out->at[16], 64);
+    _tile_stored(7, out[1][b], 64);
 }
 
-INLINE vf total_of(const tile_products *p, int r) {
-    vi high = _mm512_load_si512(p->at[2 * r]), low = _mm512_load_si512(p->at[2 * r + 1]);
+/* Tiles 0 and 1, weights without sign, times codes [16][64]. */
+INLINE void multiply_values(int n_rows, const uint8_t *codes, int b, tile_products *out) {
+    TILE_READS_MEMORY();
+    _tile_zero(6);
+    _tile_loadd(2, codes, 64);
+    _tile_dpbuud(6, 0, 2);
+    _tile_stored(6, out[0][b], 64);
+    if (n_rows <= 8) return;
+    _tile_zero(7);
+    _tile_dpbuud(7, 1, 2);
+    _tile_stored(7, out[1][b], 64);
+}
+
+INLINE vf total_of(const tile_products *p, int r, int b) {
+    const int32_t(*at)[16] = p[r / 8][b] + 2 * (r % 8);
+    vi high = _mm512_load_si512(at[0]), low = _mm512_load_si512(at[1]);
     return vf_from_int(vi_add(vi_shl(high, 8), low));
 }
 
-/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. Values beside the
- * products of the first stripe's keys: before that they may still be on their way from memory. */
+/* All codes of a page as B tiles: keys [n_groups][4][n_chunks], values [head_dim / 16]. */
 static void spread_keys(attn_decode *d, const uint8_t *keys) {
     const page_side *side = d->k_side;
     if (d->spread_of == keys) return;
@@ -100,40 +112,77 @@ static void spread_keys(attn_decode *d, const uint8_t *keys) {
         }
 }
 
-static void spread_values(attn_decode *d) {
+static void spread_values(attn_decode *d, const uint8_t *values) {
     const page_side *side = d->v_side;
     for (int vec = 0; vec < side->head_dim / 16; vec++) {
-        code_plane plane = value_plane(side, d->unspread, vec);
+        code_plane plane = value_plane(side, values, vec);
         spread(side->bits, &plane, 0, 4, true, d->value_tiles + 1024 * vec);
     }
-    d->unspread = NULL;
 }
 
-static void tile_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
+/* Products of the stripe in hand with group g of the keys that are spread. */
+static void multiply_group(attn_decode *d, int g) {
     const page_side *side = d->k_side;
     const int n = d->rows->n_rows, n_chunks = (side->group / 16 + 3) / 4;
-    const uint8_t *codes = d->key_tiles;
-    tile_products products[4];
-    for (int g = 0; g < side->n_groups; g++, codes += 4 * 1024 * n_chunks) {
-        const int8_t *q = d->q_bytes[d->first][0] + g * side->group;
-        TILE_READS_MEMORY();
-        _tile_loadd(0, q, OSCAR_MAX_HEAD_DIM);
-        if (n_chunks == 2) _tile_loadd(4, q + 64, OSCAR_MAX_HEAD_DIM);
-        if (n > 8) _tile_loadd(1, q + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
-        if (n > 8 && n_chunks == 2) _tile_loadd(5, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
-        for (int t = 0; t < 4; t++) multiply(n, n_chunks, codes + 1024 * n_chunks * t, &products[t]);
-        if (d->unspread) spread_values(d);
-        for (int t = 0; t < 4; t++) {
-            vf step, offset;
-            load_params(page + side->params_offset + g * 256, 16 * t, valid, &step, &offset);
-            for (int r = 0; r < n; r++) {
-                float *out = d->rows->logits + r * TILE + 16 * t;
-                vf x = vf_mul(offset, vf_set1(d->q_sum[d->first + r][g]));
-                if (g > 0) x = vf_add(x, vf_load(out));
-                vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r])), total_of(&products[t], r), x));
-            }
-        }
+    const uint8_t *codes = d->key_tiles + g * 4 * 1024 * n_chunks;
+    const int8_t *q = d->q_bytes[d->first][0] + g * side->group;
+    TILE_READS_MEMORY();
+    _tile_loadd(0, q, OSCAR_MAX_HEAD_DIM);
+    if (n_chunks == 2) _tile_loadd(4, q + 64, OSCAR_MAX_HEAD_DIM);
+    if (n > 8) _tile_loadd(1, q + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
+    if (n > 8 && n_chunks == 2) _tile_loadd(5, q + 64 + 16 * OSCAR_MAX_HEAD_DIM, OSCAR_MAX_HEAD_DIM);
+    for (int t = 0; t < 4; t++) multiply_keys(n, n_chunks, codes + 1024 * n_chunks * t, t, d->key_products);
+    TILE_READS_MEMORY();
+}
+
+/* What the softmax makes logits of as it goes, beside key_products and bias_products: parameters of a group. */
+typedef struct page_scores {
+    _Alignas(64) float steps[TILE], offsets[TILE];
+    int32_t group;
+} page_scores;
+
+static void take_steps(const attn_decode *d, const uint8_t *keys, uint64_t valid, int g, page_scores *out) {
+    out->group = g;
+    for (int t = 0; t < TILE; t += LANES) {
+        vf step, offset;
+        load_params(keys + d->k_side->params_offset + g * 256, t, valid, &step, &offset);
+        vf_store(out->steps + t, step);
+        vf_store(out->offsets + t, offset);
     }
+}
+
+INLINE vf page_score(const attn_decode *d, const void *scores, int r, int t, vf offset) {
+    const page_scores *p = scores;
+    vf x = vf_fma(vf_load(p->offsets + 16 * t), vf_set1(d->q_sum[d->first + r][p->group]), offset);
+    return vf_fma(vf_mul(vf_load(p->steps + 16 * t), vf_set1(d->q_scale[d->first + r][p->group])), total_of(d->key_products, r, t), x);
+}
+
+INLINE vf page_score_bias(const attn_decode *d, const void *scores, int r, int t, vf offset) {
+    return add_bias(d, r, t, page_score(d, scores, r, t, offset));
+}
+
+/* Logits of a stripe into rows->logits. */
+static void stripe_logits(attn_decode *d, const uint8_t *keys, uint64_t valid) {
+    page_scores scores;
+    for (int g = 0; g < d->k_side->n_groups; g++) {
+        multiply_group(d, g);
+        take_steps(d, keys, valid, g, &scores);
+        for (int r = 0; r < d->rows->n_rows; r++)
+            for (int t = 0; t < 4; t++) {
+                float *out = d->rows->logits + r * TILE + 16 * t;
+                vf_store(out, page_score(d, &scores, r, t, g > 0 ? vf_load(out) : vf_zero()));
+            }
+    }
+    d->scored_of = NULL;
+}
+
+/* Products of the next page, so that the softmax of that one starts with them there. Products of all kinds are
+ * taken at one place of a page: for some 190 clocks after one the processor does floating point on 512 bits at
+ * half its speed. */
+static void multiply_next(attn_decode *d) {
+    spread_keys(d, d->next_keys);
+    multiply_group(d, 0);
+    d->scored_of = d->next_keys;
 }
 
 static void tile_values(attn_decode *d, const uint8_t *page, int g) {
@@ -141,22 +190,48 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     const page_side *side = d->v_side;
     const int n = d->rows->n_rows, first = g * side->group / 16, end = first + side->group / 16;
     const int64_t dim = side->head_dim;
-    tile_products products[4];
+    const bool ahead = d->next_keys && g + 1 == side->n_groups;
+    _Alignas(64) tile_products products[2];
+    if (ahead) multiply_next(d);
     TILE_READS_MEMORY();
     _tile_loadd(0, d->p_bytes[0][0], TILE);
     if (n > 8) _tile_loadd(1, d->p_bytes[8][0], TILE);
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
-        for (int b = 0; b < count; b++) multiply(n, 1, d->value_tiles + 1024 * (block + b), &products[b]);
-        if (d->next_keys && end * 16 == dim && block == first) spread_keys(d, d->next_keys);
+        for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block + b), b, products);
+        if (ahead && block + count == end && n_pairs(d) > 0) tile_bias(d);
+        TILE_READS_MEMORY();
         for (int r = 0; r < n; r++) {
             const vf alpha = vf_set1(d->alpha[r]), offset = vf_set1(d->p_offset[r]), scale = vf_set1(d->p_scale[r]);
             for (int b = 0; b < count; b++) {
                 float *out = d->rows->acc + r * dim + 16 * (block + b);
-                vf_store(out, vf_fma(total_of(&products[b], r), scale, vf_fma(vf_load(out), alpha, offset)));
+                vf_store(out, vf_fma(total_of(products, r, b), scale, vf_fma(vf_load(out), alpha, offset)));
             }
         }
     }
+}
+
+static void tile_stripe(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
+    const bool pairs = d->rows->q_dim > d->rows->head_dim;
+    page_scores scores;
+    if (d->k_side->n_groups > 1 || !bias_in_tiles(d)) {
+        stripe_logits(d, keys, valid);
+        if (pairs) bias_products(d);
+        decode_values(d, values, valid, masks, NULL, stored_score, tile_values);
+        return;
+    }
+    if (d->scored_of != keys) {
+        if (pairs) turned_queries(d);
+        multiply_group(d, 0);
+        if (pairs) tile_bias(d);
+    }
+    d->scored_of = NULL;
+    if (d->next_keys && pairs) bias_queries(d, d->turned, 2 * n_pairs(d));
+    take_steps(d, keys, valid, 0, &scores);
+    if (pairs)
+        decode_values(d, values, valid, masks, &scores, page_score_bias, tile_values);
+    else
+        decode_values(d, values, valid, masks, &scores, page_score, tile_values);
 }
 
 static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
@@ -166,12 +241,16 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
         return;
     }
     /* Stripes with fewer rows than the tiles multiply what lies behind them too; nobody reads it. */
-    use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : 1);
-    if (d->rows->n_rows > ATTN_DECODE_ROWS) d->next_keys = NULL; /* stripes to come need the tiles */
+    use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : n / 2);
+    /* Stripes to come need the tiles; several groups share key_products. */
+    if (d->rows->n_rows > ATTN_DECODE_ROWS || d->k_side->n_groups > 1 || !bias_in_tiles(d) || (n_pairs(d) > 0 && !d->next_turned))
+        d->next_keys = NULL;
     spread_keys(d, keys);
-    d->unspread = values;
-    decode_page(d, keys, values, valid, masks, tile_keys, bias_in_tiles(d) ? tile_bias : bias_products, tile_values);
+    spread_values(d, values);
+    stripe s = {.all = d->rows};
+    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS)
+        tile_stripe(d, keys, values, valid, masks + first);
 }
 
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .begin = tile_begin, .page = tile_page, .overlay = overlay_page, .end = restore_tiles};
+    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .begin = tile_begin, .page = tile_page, .overlay = overlay_page, .end = restore_tiles};

@@ -2,7 +2,11 @@
  * attn_decode_page.h - what decode kernels on the codes share: planes of codes, bytes of queries
  * and weights, the bias, the softmax, and the order of a page. Included after attn_vec_*.h; the
  * includer defines DOT_ROWS, the rows of the highest register block, and DECODE_BLOCKS(X), which is
- * X(1) .. X(DOT_ROWS).
+ * X(1) .. X(DOT_ROWS). It may define WEIGHTS_MAX and split_weights().
+ *
+ * Logits are powers of two here: products times logit_scale / ln 2. row_max is what weights are relative
+ * to; it follows the largest logit only when that has grown by GROWTH_MAX, so that most pages need no
+ * maximum across lanes and leave everything before them as it is.
  */
 #ifndef OSCAR_ATTN_DECODE_PAGE_H
 #define OSCAR_ATTN_DECODE_PAGE_H
@@ -13,6 +17,13 @@
 
 /* The largest magnitude as an integer: 127 high bytes, and a low byte of at most 127. */
 #define BYTES_MAX 32512.0f
+#ifndef WEIGHTS_MAX
+#define WEIGHTS_MAX BYTES_MAX
+#define split_weights vi_split_tile
+#endif
+#define LOG2_E 1.44269504f
+#define LN_2 0.693147181f
+#define GROWTH_MAX 8.0f
 /* Bytes from a 64-byte block's start to vector v of it, and between vectors of one register block:
  * blocks of a tile row lie a stride apart, and an AVX2 vector is half a block. */
 #define VEC_BYTES (4 * LANES)
@@ -65,6 +76,9 @@ INLINE code_plane value_plane(const page_side *side, const uint8_t *page, int ve
     };
 }
 
+/* What makes products logits. */
+static inline float power_scale(const attn_rows *rows) { return rows->logit_scale * LOG2_E; }
+
 /* --- bias ----------------------------------------------------------------------------------- */
 
 /* logits += turned query times the constant rows, two vectors of tokens at a time. */
@@ -73,6 +87,7 @@ INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
     const attn_rows *rows = d->rows;
     const float *q = rows->q + (int64_t)r0 * rows->q_dim + rows->head_dim;
     const int n_k = rows->q_dim - rows->head_dim;
+    const vf scale = vf_set1(power_scale(rows));
     const int64_t stride = rows->q_dim;
     for (int vec = 0; vec < TILE_VECS; vec += N) {
         float *logits = rows->logits + (int64_t)r0 * TILE + vec * LANES;
@@ -80,7 +95,7 @@ INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
         vf sum[DOT_ROWS][N];
         UNROLL for (int r = 0; r < DOT_ROWS; r++)
             UNROLL for (int v = 0; v < N; v++)
-                sum[r][v] = r < n_rows ? vf_load(logits + r * TILE + v * LANES) : vf_zero();
+                sum[r][v] = vf_zero();
         for (int k = 0; k < n_k; k++, table += TILE) {
             vf b[N];
             UNROLL for (int v = 0; v < N; v++) b[v] = vf_load(table + v * LANES);
@@ -90,7 +105,10 @@ INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
         }
         UNROLL for (int r = 0; r < DOT_ROWS; r++)
             UNROLL for (int v = 0; v < N; v++)
-                if (r < n_rows) vf_store(logits + r * TILE + v * LANES, sum[r][v]);
+                if (r < n_rows) {
+                    float *out = logits + r * TILE + v * LANES;
+                    vf_store(out, vf_fma(sum[r][v], scale, vf_load(out)));
+                }
     }
 }
 
@@ -130,126 +148,162 @@ static inline void begin(attn_decode *d) {
     const page_side *side = d->k_side;
     assert(rows->n_rows <= ATTN_ROWS_MAX);
     d->first = 0;
-    for (int r = 0; r < rows->n_rows; r++) {
-        const float *q = rows->q + (int64_t)r * rows->q_dim;
-        vf top = vf_zero();
-        for (int i = 0; i < rows->head_dim; i += LANES) top = vf_max(top, vf_abs(vf_load(q + i)));
-        float inverse = bytes_inverse(vf_top(top));
-        d->q_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
+    for (int r = 0; r < rows->n_rows; r++)
         for (int g = 0; g < side->n_groups; g++) {
-            int at = g * side->group;
-            int32_t sum = split_bytes(side->group, q + at, inverse, d->q_bytes[r][0] + at, d->q_bytes[r][1] + at);
-            d->q_sum[r][g] = d->q_scale[r] * (float)sum;
+            const int at = g * side->group;
+            const float *q = rows->q + (int64_t)r * rows->q_dim + at;
+            vf top = vf_zero();
+            for (int i = 0; i < side->group; i += LANES) top = vf_max(top, vf_abs(vf_load(q + i)));
+            float inverse = bytes_inverse(vf_top(top));
+            int32_t sum = split_bytes(side->group, q, inverse, d->q_bytes[r][0] + at, d->q_bytes[r][1] + at);
+            d->q_scale[r][g] = inverse > 0.0f ? power_scale(rows) / inverse : 0.0f;
+            d->q_sum[r][g] = d->q_scale[r][g] * (float)sum;
         }
-    }
 }
 
 /* --- softmax ---------------------------------------------------------------------------------- *
- * As row_softmax, in passes over the rows between which what is a number a row is a vector of rows.
+ * In passes over the rows between which what is a number a row is a vector of rows.
  */
 
 typedef struct row_vectors {
     _Alignas(64) float at[ATTN_DECODE_ROWS][LANES]; /* to be reduced to a number a row */
 } row_vectors;
 
+/* One at a time, or the compiler calls memset for one vector. */
+INLINE void clear_row(row_vectors *v, int r) {
+    vf_store(v->at[r], vf_zero());
+    __asm__("" ::: "memory");
+}
+
 /* The number of every row from its vector; whole vectors are written. */
 INLINE void reduce_rows(int n, row_vectors *v, const bool top, float *out) {
 #ifdef VF_HALF_ROWS
     if (n <= VF_HALF_ROWS) {
-        for (int r = n; r < VF_HALF_ROWS; r++) vf_store(v->at[r], vf_zero());
+        for (int r = n; r < VF_HALF_ROWS; r++) clear_row(v, r);
         vf_store(out, top ? vf_top_half(v->at[0]) : vf_sum_half(v->at[0]));
         return;
     }
 #endif
-    for (int r = n; r % LANES != 0; r++) vf_store(v->at[r], vf_zero());
+    for (int r = n; r % LANES != 0; r++) clear_row(v, r);
     for (int r = 0; r < n; r += LANES) vf_store(out + r, top ? vf_top_rows(v->at[r]) : vf_sum_rows(v->at[r]));
 }
 
-/* Products to logits, in place, and the top of each row. */
-static void finish_logits(attn_decode *d, const uint64_t *masks, float *tops) {
+/* A row's logits relative to its row_max (or, before the first, to 0), capped and masked; returns their
+ * maximum. score(): vector v of the logits of row r, plus an offset. */
+INLINE vf row_logits(const attn_decode *d, int r, uint64_t mask, const void *scores,
+                     vf (*score)(const attn_decode *d, const void *scores, int r, int v, vf offset), vf *x) {
     const attn_rows *rows = d->rows;
-    const vf scale = vf_set1(rows->logit_scale), cap = vf_set1(rows->logit_softcap);
-    row_vectors top;
-    for (int r = 0; r < rows->n_rows; r++) {
-        float *logits = rows->logits + (int64_t)r * TILE;
-        vf x[TILE_VECS], bias = vf_set1(rows->q_bias[r] * rows->logit_scale);
-        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_fma(vf_load(logits + v * LANES), scale, bias);
-        if (rows->logit_softcap > 0.0f)
-            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_mul(cap, vf_tanh(vf_div(x[v], cap)));
-        if (masks[r] != UINT64_MAX)
-            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(masks[r], v * LANES), x[v]);
-        vf most = x[0];
-        UNROLL for (int v = 0; v < TILE_VECS; v++) {
-            most = vf_max(most, x[v]);
-            vf_store(logits + v * LANES, x[v]);
-        }
-        vf_store(top.at[r], most);
+    const float before = rows->row_max[r], base = before > -INFINITY ? before * LOG2_E : 0.0f;
+    const float bias = rows->q_bias[r] * power_scale(rows);
+    if (rows->logit_softcap > 0.0f) {
+        const vf cap = vf_set1(rows->logit_softcap * LOG2_E), offset = vf_set1(bias);
+        UNROLL for (int v = 0; v < TILE_VECS; v++)
+            x[v] = vf_sub(vf_mul(cap, vf_tanh(vf_div(score(d, scores, r, v, offset), cap))), vf_set1(base));
+    } else {
+        const vf offset = vf_set1(bias - base);
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = score(d, scores, r, v, offset);
     }
-    reduce_rows(rows->n_rows, &top, true, tops);
+    if (mask != UINT64_MAX)
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_hide(lane_bits(mask, v * LANES), x[v]);
+    vf most = x[0];
+    UNROLL for (int v = 1; v < TILE_VECS; v++) most = vf_max(most, x[v]);
+    return most;
 }
 
-/* New maxima, what logits are taken relative to (never -inf), and the factors of all before. */
-static void move_maxima(attn_decode *d, const float *tops, float *bases) {
+/* Moves row_max to a logit that lies `top` above it; returns by how much logits fall. alpha: the factor of
+ * all before. */
+static __attribute__((noinline)) float raise_base(attn_decode *d, int r, float top) {
     attn_rows *rows = d->rows;
-    for (int r = 0; r < rows->n_rows; r++) {
-        float before = rows->row_max[r], now = before > tops[r] ? before : tops[r];
-        bases[r] = now > -INFINITY ? now : 0.0f;
-        rows->row_max[r] = now;
-        d->alpha[r] = before - bases[r];
-    }
-    for (int r = rows->n_rows; r % LANES != 0; r++) d->alpha[r] = 0.0f;
-    for (int r = 0; r < rows->n_rows; r += LANES) vf_store(d->alpha + r, vf_exp(vf_load(d->alpha + r)));
+    const float before = rows->row_max[r], base = before > -INFINITY ? before * LOG2_E : 0.0f;
+    rows->row_max[r] = (base + top) * LN_2;
+    const float fall = rows->row_max[r] * LOG2_E - base;
+    float factor[LANES];
+    vf_store(factor, vf_exp2(vf_set1(-fall)));
+    d->alpha[r] = before > -INFINITY ? factor[0] : 0.0f;
+    return fall;
 }
 
-static void softmax_rows(attn_decode *d, const uint64_t *masks) {
+/* Scores to weights, in place of the logits; `weigh`: times the steps of the values' only group, with the
+ * largest of each row in tops and their sums times the offsets in p_offset. */
+INLINE void softmax_rows(attn_decode *d, const uint64_t *masks, const bool weigh, const uint8_t *params, uint64_t valid,
+                         float *tops, const void *scores,
+                         vf (*score)(const attn_decode *d, const void *scores, int r, int v, vf offset)) {
     attn_rows *rows = d->rows;
-    float tops[ATTN_DECODE_ROWS], bases[ATTN_DECODE_ROWS], sums[ATTN_DECODE_ROWS];
-    row_vectors total;
-    finish_logits(d, masks, tops);
-    move_maxima(d, tops, bases);
-    for (int r = 0; r < rows->n_rows; r++) {
+    const int n = rows->n_rows;
+    float sums[ATTN_DECODE_ROWS];
+    row_vectors total, top, offset;
+    vf steps[TILE_VECS], offsets[TILE_VECS];
+    if (weigh)
+        UNROLL for (int v = 0; v < TILE_VECS; v++) load_params(params, v * LANES, valid, &steps[v], &offsets[v]);
+    for (int r = 0; r < n; r++) {
         float *weights = rows->logits + (int64_t)r * TILE;
-        vf sum = vf_zero();
+        vf x[TILE_VECS], sum = vf_zero(), largest = vf_zero(), mean = vf_zero();
+        vf most = row_logits(d, r, masks[r], scores, score, x);
+        d->alpha[r] = 1.0f;
+        if (__builtin_expect(vf_any_above(most, vf_set1(rows->row_max[r] > -INFINITY ? GROWTH_MAX : -INFINITY)), 0)) {
+            const vf fall = vf_set1(raise_base(d, r, vf_top(most)));
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_sub(x[v], fall);
+        }
         UNROLL for (int v = 0; v < TILE_VECS; v++) {
-            vf p = vf_exp(vf_sub(vf_load(weights + v * LANES), vf_set1(bases[r])));
-            vf_store(weights + v * LANES, p);
+            vf p = vf_exp2(x[v]);
             sum = vf_add(sum, p);
+            if (weigh) {
+                mean = vf_fma(p, offsets[v], mean);
+                p = vf_mul(p, steps[v]);
+                largest = vf_max(largest, p);
+            }
+            vf_store(weights + v * LANES, p);
         }
         vf_store(total.at[r], sum);
+        vf_store(top.at[r], largest);
+        vf_store(offset.at[r], mean);
     }
-    reduce_rows(rows->n_rows, &total, false, sums);
-    for (int r = 0; r < rows->n_rows; r++) rows->row_sum[r] = rows->row_sum[r] * d->alpha[r] + sums[r];
+    if (weigh) {
+        reduce_rows(n, &top, true, tops);
+        reduce_rows(n, &offset, false, d->p_offset);
+    }
+    reduce_rows(n, &total, false, sums);
+    for (int r = 0; r < n; r++) rows->row_sum[r] = rows->row_sum[r] * d->alpha[r] + sums[r];
 }
 
-/* Weights times the steps of group g of the values, as bytes; and times the offsets, summed. */
-static void weight_bytes(attn_decode *d, const uint8_t *params, uint64_t valid) {
+/* Weights times the steps of group g of the values, the largest of each row, and the sums of weights times
+ * offsets: where several groups need the weights as they are. */
+static void weigh_group(attn_decode *d, const uint8_t *params, uint64_t valid, float *tops, float *weighed) {
     const int n = d->rows->n_rows;
     const float *weights = d->rows->logits;
     vf steps[TILE_VECS], offsets[TILE_VECS];
     row_vectors top, offset;
-    float tops[ATTN_DECODE_ROWS];
     UNROLL for (int v = 0; v < TILE_VECS; v++) load_params(params, v * LANES, valid, &steps[v], &offsets[v]);
     for (int r = 0; r < n; r++) {
         vf most = vf_zero(), sum = vf_zero();
         UNROLL for (int v = 0; v < TILE_VECS; v++) {
             vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
-            most = vf_max(most, vf_abs(vf_mul(p, steps[v])));
             sum = vf_fma(p, offsets[v], sum);
+            p = vf_mul(p, steps[v]);
+            most = vf_max(most, p);
+            vf_store(weighed + (int64_t)r * TILE + v * LANES, p);
         }
         vf_store(top.at[r], most);
         vf_store(offset.at[r], sum);
     }
     reduce_rows(n, &top, true, tops);
     reduce_rows(n, &offset, false, d->p_offset);
+}
+
+/* Weights times steps, at most `tops`, as bytes. Steps are not negative. */
+INLINE void weight_bytes(attn_decode *d, const float *tops, const float *weighed) {
+    const int n = d->rows->n_rows;
+    float inverses[ATTN_DECODE_ROWS];
+    for (int r = 0; r < n; r += LANES) {
+        const vf top = vf_load(tops + r), tiny = vf_set1(1e-30f);
+        vf_store(inverses + r, vf_where_less(top, tiny, vf_zero(), vf_div(vf_set1(WEIGHTS_MAX), top)));
+        vf_store(d->p_scale + r, vf_mul(top, vf_set1(1.0f / WEIGHTS_MAX)));
+    }
     for (int r = 0; r < n; r++) {
-        float inverse = bytes_inverse(tops[r]);
-        d->p_scale[r] = inverse > 0.0f ? 1.0f / inverse : 0.0f;
         vi y[TILE_VECS];
-        UNROLL for (int v = 0; v < TILE_VECS; v++) {
-            vf p = vf_load(weights + (int64_t)r * TILE + v * LANES);
-            y[v] = vi_from_float(vf_mul(vf_mul(p, steps[v]), vf_set1(inverse)));
-        }
-        vi_split_tile(y, d->p_bytes[r][0], d->p_bytes[r][1]);
+        UNROLL for (int v = 0; v < TILE_VECS; v++)
+            y[v] = vi_from_float(vf_mul(vf_load(weighed + (int64_t)r * TILE + v * LANES), vf_set1(inverses[r])));
+        split_weights(y, d->p_bytes[r][0], d->p_bytes[r][1]);
     }
 }
 
@@ -270,6 +324,7 @@ static int stripe_from(stripe *s, attn_decode *d, const uint64_t *masks, int fir
         uint64_t any = 0;
         for (int r = 0; r < count; r++) any |= masks[first + r];
         if (any == 0) continue;
+        if (all->n_rows <= ATTN_DECODE_ROWS) return 0; /* all in hand */
         s->view = *all;
         s->view.n_rows = count;
         s->view.q += (int64_t)first * all->q_dim;
@@ -287,21 +342,30 @@ static int stripe_from(stripe *s, attn_decode *d, const uint64_t *masks, int fir
     return -1;
 }
 
-/* keys: logits = q.x^; bias: logits += turned query times the constant rows; values: acc = alpha acc +
- * weights times values of group g. */
-INLINE void decode_page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks,
-                        void (*key_products)(attn_decode *d, const uint8_t *page, uint64_t valid),
-                        void (*bias)(attn_decode *d),
-                        void (*value_products)(attn_decode *d, const uint8_t *page, int g)) {
-    stripe s = {.all = d->rows};
-    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) {
-        key_products(d, keys, valid);
-        if (d->rows->q_dim > d->rows->head_dim) bias(d);
-        softmax_rows(d, masks + first);
-        for (int g = 0; g < d->v_side->n_groups; g++) {
-            weight_bytes(d, values + d->v_side->params_offset + g * 256, valid);
-            value_products(d, values, g);
-        }
+/* Logits as the kernels of a page left them. */
+INLINE vf stored_score(const attn_decode *d, const void *scores, int r, int v, vf offset) {
+    (void)scores;
+    return vf_add(vf_load(d->rows->logits + (int64_t)r * TILE + v * LANES), offset);
+}
+
+/* Softmax and values of a stripe. values: acc = alpha acc + weights times values of group g. */
+INLINE void decode_values(attn_decode *d, const uint8_t *values, uint64_t valid, const uint64_t *masks, const void *scores,
+                          vf (*score)(const attn_decode *d, const void *scores, int r, int v, vf offset),
+                          void (*value_products)(attn_decode *d, const uint8_t *page, int g)) {
+    const uint8_t *params = values + d->v_side->params_offset;
+    float tops[ATTN_DECODE_ROWS];
+    if (d->v_side->n_groups == 1) {
+        softmax_rows(d, masks, true, params, valid, tops, scores, score);
+        weight_bytes(d, tops, d->rows->logits);
+        value_products(d, values, 0);
+        return;
+    }
+    _Alignas(64) float weighed[ATTN_DECODE_ROWS * TILE];
+    softmax_rows(d, masks, false, NULL, valid, NULL, scores, score);
+    for (int g = 0; g < d->v_side->n_groups; g++) {
+        weigh_group(d, params + g * 256, valid, tops, weighed);
+        weight_bytes(d, tops, weighed);
+        value_products(d, values, g);
     }
 }
 

@@ -24,10 +24,11 @@ INLINE void store_halves(vf x, uint16_t *high, uint16_t *low) {
 static void overlay_begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const int dim = rows->head_dim, width = padded(dim);
+    const vf scale = vf_set1(power_scale(rows));
     for (int r = 0; r < rows->n_rows; r++) {
         const float *q = rows->q + (int64_t)r * rows->q_dim;
         uint16_t *high = d->q_halves[0] + r * width, *low = d->q_halves[1] + r * width;
-        for (int i = 0; i < dim; i += 16) store_halves(vf_load(q + i), high + i, low + i);
+        for (int i = 0; i < dim; i += 16) store_halves(vf_mul(vf_load(q + i), scale), high + i, low + i);
         if (width > dim) {
             memset(high + dim, 0, 2 * (size_t)(width - dim));
             memset(low + dim, 0, 2 * (size_t)(width - dim));
@@ -101,16 +102,27 @@ INLINE void multiply_halves(const uint16_t *high, const uint16_t *low, int64_t a
     if (n_tiles > 3) _tile_stored(7, out->at[0] + 48, 256);
 }
 
-/* Logits of the stripe. */
-static void stripe_keys(attn_decode *d) {
-    const attn_rows *rows = d->rows;
-    const int width = padded(rows->head_dim);
+static void stripe_keys(attn_decode *d, stripe_products *out) {
+    const int width = padded(d->rows->head_dim);
     const int64_t at = (int64_t)d->first * width;
-    stripe_products products;
     TILE_READS_MEMORY();
-    multiply_halves(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->b_keys, 4 * TILE, width / 32, 4, &products);
+    multiply_halves(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->b_keys, 4 * TILE, width / 32, 4, out);
     TILE_READS_MEMORY();
-    for (int r = 0; r < rows->n_rows; r++) memcpy(rows->logits + r * TILE, products.at[r], sizeof products.at[r]);
+}
+
+INLINE vf overlay_score(const attn_decode *d, const void *scores, int r, int v, vf offset) {
+    (void)d;
+    return vf_add(vf_load(((const stripe_products *)scores)->at[r] + 16 * v), offset);
+}
+
+INLINE vf overlay_score_bias(const attn_decode *d, const void *scores, int r, int v, vf offset) {
+    return add_bias(d, r, v, overlay_score(d, scores, r, v, offset));
+}
+
+/* More pairs than tiles: the vector kernels add to logits. */
+static void stripe_many_pairs(attn_decode *d, const stripe_products *keys) {
+    for (int r = 0; r < d->rows->n_rows; r++) memcpy(d->rows->logits + r * TILE, keys->at[r], sizeof keys->at[r]);
+    bias_products(d);
 }
 
 /* acc = alpha acc + weights times values. */
@@ -142,15 +154,25 @@ static void stripe_values(const attn_decode *d) {
 }
 
 static void overlay_stripe(attn_decode *d, const uint64_t *masks) {
-    stripe_keys(d);
-    if (d->rows->q_dim > d->rows->head_dim) (bias_in_tiles(d) ? tile_bias : bias_products)(d);
-    softmax_rows(d, masks);
+    stripe_products scores;
+    stripe_keys(d, &scores);
+    if (d->rows->q_dim == d->rows->head_dim) {
+        softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score);
+    } else if (bias_in_tiles(d)) {
+        turned_queries(d);
+        tile_bias(d);
+        softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score_bias);
+    } else {
+        stripe_many_pairs(d, &scores);
+        softmax_rows(d, masks, false, NULL, 0, NULL, NULL, stored_score);
+    }
     stripe_values(d);
 }
 
 static void overlay_page(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
-    const int n = d->rows->n_rows, rows = n < 8 ? 2 * n : 16;
-    use_tiles(d, TILES_BF16, rows, rows);
+    const int n = d->rows->n_rows < 16 ? d->rows->n_rows : 16;
+    use_tiles(d, TILES_BF16, n, n);
+    d->scored_of = NULL; /* the bias' products are these rows' now */
     take_overlay(d, keys, values, valid);
     stripe s = {.all = d->rows};
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) overlay_stripe(d, masks + first);

@@ -22,11 +22,13 @@ static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-/* x - n for the whole n at or below x, which vf_times_pow2() takes. */
+/* x - n for the whole n at or below x, which vf_times_pow2() takes; x below -127 counts as that. */
 static inline vf vf_fraction(vf x, vf *n) {
+    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x); /* NaN stays */
     *n = _mm256_floor_ps(x);
     return _mm256_sub_ps(x, *n);
 }
+static inline bool vf_any_above(vf x, vf limit) { return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ)) != 0; }
 static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 static inline vf vf_copysign(vf x, vf sign) {
     return _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
@@ -35,7 +37,7 @@ static inline vf vf_copysign(vf x, vf sign) {
 static inline vf vf_where_less(vf a, vf b, vf x, vf y) {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
-/* x 2^n for whole n in -126..127 */
+/* x 2^n for whole n in -127..127, 0 for -127 */
 static inline vf vf_times_pow2(vf x, vf n) {
     __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)));

@@ -27,6 +27,7 @@ static inline vf vf_fraction(vf x, vf *n) {
     *n = x;
     return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
+static inline bool vf_any_above(vf x, vf limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ) != 0; }
 static inline vf vf_abs(vf x) { return _mm512_abs_ps(x); }
 static inline vf vf_copysign(vf x, vf sign) {
     return _mm512_or_ps(x, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));
@@ -35,7 +36,7 @@ static inline vf vf_copysign(vf x, vf sign) {
 static inline vf vf_where_less(vf a, vf b, vf x, vf y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
-/* x 2^n, n rounded down */
+/* x 2^n, n rounded down; -inf included. */
 static inline vf vf_times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 
 /* Lanes whose bit is clear become 0, or -inf. */

@@ -22,16 +22,18 @@ static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
 static inline vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 static inline vf vf_max(vf a, vf b) { return vmaxq_f32(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
-/* x - n for the whole n at or below x, which vf_times_pow2() takes. */
+/* x - n for the whole n at or below x, which vf_times_pow2() takes; x below -127 counts as that. */
 static inline vf vf_fraction(vf x, vf *n) {
+    x = vmaxq_f32(x, vf_set1(-127.0f));
     *n = vrndmq_f32(x);
     return vsubq_f32(x, *n);
 }
+static inline bool vf_any_above(vf x, vf limit) { return vmaxvq_u32(vcgtq_f32(x, limit)) != 0; }
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }
 static inline vf vf_copysign(vf x, vf sign) { return vbslq_f32(vdupq_n_u32(1u << 31), sign, x); }
 /* a < b ? x : y */
 static inline vf vf_where_less(vf a, vf b, vf x, vf y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
-/* x 2^n for whole n in -126..127 */
+/* x 2^n for whole n in -127..127, 0 for -127 */
 static inline vf vf_times_pow2(vf x, vf n) {
     vi e = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));
     return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(e, 23)));

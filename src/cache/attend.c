@@ -112,6 +112,25 @@ static void turn_queries(const oscar_cache *cache, int32_t head, int32_t b, attn
     attn_ops_current()->turn(rows, layer->n_tracked, scratch->pairs, scratch->cosines, scratch->sines);
 }
 
+/* The same of a page to come, for a decode kernel that goes ahead. */
+static bool turn_ahead(const oscar_cache *cache, int32_t head, int32_t b, const attn_rows *rows, thread_scratch *scratch) {
+    const int32_t n_turned = rows->q_dim - rows->head_dim;
+    if (!scratch->decode_ops || rows->n_rows > scratch->decode_ops->ahead_rows || n_turned > 32 * ATTN_BIAS_CHUNKS) return false;
+    attn_rows turned = *rows;
+    turned.q = scratch->decode->turned;
+    turned.head_dim = 0;
+    turned.q_dim = n_turned;
+    turn_queries(cache, head, b, &turned, scratch);
+    return true;
+}
+
+/* What turn_ahead() made, once its page is in hand. */
+static void take_turned(attn_rows *rows, const thread_scratch *scratch) {
+    const int32_t n_turned = rows->q_dim - rows->head_dim;
+    for (int32_t r = 0; r < rows->n_rows; r++)
+        memcpy(rows->q + (int64_t)r * rows->q_dim + rows->head_dim, scratch->decode->turned + r * n_turned, sizeof(float) * (size_t)n_turned);
+}
+
 /* Float pages: whole ones in place, the written part of the last one copied. */
 static void exact_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
                        attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
@@ -203,6 +222,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[s->layer];
     const cache_seq *seq = &cache->seqs[block->seq];
     bool prefetch = scratch->decode_ops != NULL;
+    int32_t turned = -1; /* the page whose turned queries are there already */
     int64_t last = s->in.positions[s->queries[block->first + block->count - 1]], recent = cache->options.recent;
     for (int32_t b = begin; b < end; b++) {
         uint64_t any_far = 0, any_near = 0;
@@ -218,8 +238,15 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         }
         if (!(any_far | any_near)) continue;
         if (prefetch && b + 1 < end) prefetch_history(cache, block, head, b + 1);
-        if (layer->n_tracked) turn_queries(cache, head, b, rows, scratch);
         int32_t next = b + 1 < end && (int64_t)(b + 1) * OSCAR_PAGE_TOKENS <= last - recent ? b + 1 : -1;
+        if (layer->n_tracked) {
+            if (turned == b)
+                take_turned(rows, scratch);
+            else
+                turn_queries(cache, head, b, rows, scratch);
+            scratch->decode->next_turned = any_far && next >= 0 && turn_ahead(cache, head, next, rows, scratch);
+            turned = scratch->decode->next_turned ? next : -1;
+        }
         if (any_far) history_tile(cache, block, head, b, next, any_far, rows, scratch->far, scratch);
         if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
     }
