@@ -212,6 +212,58 @@ static uint64_t random_mask(void) {
     }
 }
 
+/* BF16 rows as they lie: the same bits as through tiles. What is not valid is NaN. */
+static void few_rows(const attn_ops *ops, int n_rows, int d, int n_tracked, float softcap) {
+    enum { TILES = 3 };
+    const int q_dim = d + 2 * n_tracked;
+    float *q = random_floats((size_t)(n_rows * q_dim), 1), *bias = random_floats((size_t)n_rows, 1);
+    float *keys = random_floats((size_t)(q_dim * TILE), 1), *values = random_floats((size_t)(d * TILE), 1);
+    float *table = keys + d * TILE;
+    attn_rows rows[2];
+    for (int i = 0; i < 2; i++) {
+        rows[i] = (attn_rows){.n_rows = n_rows, .head_dim = d, .q_dim = q_dim, .logit_scale = 0.3f, .logit_softcap = softcap, .q = q, .q_bias = bias,
+                              .row_max = random_floats((size_t)n_rows, 0), .row_sum = random_floats((size_t)n_rows, 0),
+                              .acc = random_floats((size_t)(n_rows * d), 0), .logits = random_floats((size_t)(n_rows * TILE), 0)};
+        for (int r = 0; r < n_rows; r++) rows[i].row_max[r] = -INFINITY;
+        fill(rows[i].acc + n_rows * d, GUARD, 0x7fc12345);
+    }
+    for (int b = 0; b < TILES; b++) {
+        uint16_t *pages[2];
+        uint64_t masks[ATTN_FEW_ROWS], valid = b == 0 ? UINT64_MAX : random_mask();
+        for (int k = 0; k < 2; k++) {
+            pages[k] = aligned_calloc((size_t)(TILE * d), sizeof *pages[k]);
+            for (int i = 0; i < TILE * d; i++)
+                pages[k][page_bf16_at((page_side_kind)k, d, i / d, i % d)] = valid >> (i / d) & 1 ? bf16_from_float(random_normal()) : 0xffff;
+        }
+        for (int r = 0; r < n_rows; r++) masks[r] = random_mask() & valid;
+        ops->widen_keys(d, pages[0], valid, keys);
+        ops->widen_values(d, pages[1], valid, values);
+        ops->tile(&rows[0], keys, values, masks);
+        ops->tile_few(&rows[1], pages[0], pages[1], table, valid, masks);
+        aligned_free(pages[0]), aligned_free(pages[1]);
+    }
+    assert_memory_equal(rows[1].row_max, rows[0].row_max, sizeof(float) * (size_t)n_rows);
+    assert_memory_equal(rows[1].row_sum, rows[0].row_sum, sizeof(float) * (size_t)n_rows);
+    assert_memory_equal(rows[1].acc, rows[0].acc, sizeof(float) * (size_t)(n_rows * d));
+    for (int i = 0; i < 2; i++) {
+        assert_guard(rows[i].acc + n_rows * d);
+        aligned_free(rows[i].row_max), aligned_free(rows[i].row_sum), aligned_free(rows[i].acc), aligned_free(rows[i].logits);
+    }
+    aligned_free(q), aligned_free(bias), aligned_free(keys), aligned_free(values);
+}
+
+static void test_few_rows(void **state) {
+    (void)state;
+    static const int dims[] = {16, 48, 64, 80, 96, 128, 256};
+    const attn_ops *ops[3];
+    int n_ops = tables(ops);
+    random_state = rng_seed(__func__, 20261130);
+    for (int o = 0; o < n_ops; o++)
+        for (int n = 1; n <= ATTN_FEW_ROWS && ops[o]->tile_few; n++)
+            for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+                few_rows(ops[o], n, dims[i], random_below(3) * dims[i] / 4, random_below(4) ? 0.0f : 5.0f);
+}
+
 /* Logits with a standard deviation of `spread`. */
 static tile_case tile_case_make(int d, int q_dim, int n_rows, int n_tiles, float cap,
                                 float spread) {
@@ -628,6 +680,7 @@ int main(void) {
         cmocka_unit_test(test_unpack),
         cmocka_unit_test(test_widen),
         cmocka_unit_test(test_widen_half),
+        cmocka_unit_test(test_few_rows),
         cmocka_unit_test(test_tile),
         cmocka_unit_test(test_large_logits),
         cmocka_unit_test(test_logits),

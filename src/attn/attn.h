@@ -13,6 +13,8 @@
 
 /* Query rows that go through a tile together; a row is one query head of one token. */
 #define ATTN_ROWS_MAX 128
+/* So few that what a page costs is reading it. */
+#define ATTN_FEW_ROWS 8
 
 /* State of a block of rows. Arrays are 64-byte aligned. */
 typedef struct attn_rows {
@@ -44,6 +46,11 @@ typedef struct attn_ops {
      * Rows with an empty mask are left as they were. Positions outside every mask must be finite.
      * What a row receives does not depend, to the bit, on the other rows of the block. */
     void (*tile)(attn_rows *rows, const float *keys, const float *values, const uint64_t *masks);
+    /* A tile of BF16 rows, read as they lie, for at most ATTN_FEW_ROWS rows: to the bit what widen_keys, widen_values
+     * and tile make of it, without the way through memory. table: [q_dim - head_dim][64], the keys' last rows. NULL:
+     * there is none. */
+    void (*tile_few)(attn_rows *rows, const uint16_t *keys, const uint16_t *values, const float *table, uint64_t valid,
+                     const uint64_t *masks);
     /* y[r] = x[r] U for n_rows rows: row vector times matrix, [head_dim, head_dim]. x and y do not
      * overlap; any n_rows, rows as independent as above. */
     void (*rotate)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
@@ -56,9 +63,9 @@ typedef struct attn_ops {
 } attn_ops;
 
 /* Rows against quantised pages by integer dot products on the codes, without unpacking them to floats.
- * Queries and weights are rounded to 15 bits and a sign, of the largest magnitude of a row's group (weights: of
- * the page's), and go through as a high and a low byte; everything else is float. So results agree
- * with the tiles to about 3e-5, not to the bit. What a row receives does not depend, to the bit, on
+ * Queries and weights are rounded to 15 bits and a sign (AMX: weights to 16 bits), of the largest magnitude of a
+ * row's group (weights: of the page's), and go through as a high and a low byte; everything else is float. So
+ * results agree with the tiles to about 3e-5, not to the bit. What a row receives does not depend, to the bit, on
  * the other rows of the block: decode, verification and prompts go through the same kernels, so that a
  * token's answer is the same however its batch was cut. */
 
@@ -98,11 +105,12 @@ typedef struct attn_decode {
     _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
     /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
     _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
-    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. */
-    /* AMX: products of a stripe with the keys of spread_of: 8 rows as high and low bytes, by 16 tokens. */
+    /* AMX: products of a stripe with keys: [rows from 0, from 8][16 tokens], 8 rows as high and low bytes, by token. */
     _Alignas(64) int32_t key_products[2][4][16][16];
+    /* AMX: turned pairs as sums of two BF16 numbers, [high, low], and their products with the table, by token. */
     _Alignas(64) uint16_t bias_operands[ATTN_BIAS_CHUNKS][2][ATTN_DECODE_ROWS][32];
     _Alignas(64) float bias_products[4][ATTN_DECODE_ROWS][16];
+    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. */
     _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
     /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
      * values [32][head_dim][2]. */

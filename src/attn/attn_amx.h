@@ -84,7 +84,7 @@ static inline void make_bias_tiles(attn_decode *d) {
 }
 
 /* The turned queries as A operands, bias_operands[chunk][high, low][row][pairs from 16 chunk on, cos and sin].
-turned: [n_rows, stride]. */
+ * turned: [n_rows, stride]. */
 static void bias_queries(attn_decode *d, const float *turned, int64_t stride) {
     const vf scale = vf_set1(power_scale(d->rows));
     const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
@@ -116,8 +116,8 @@ static void turned_queries(attn_decode *d) {
         _tile_zero(c);                                                                             \
         for (int k = 0; k < chunks; k++) {                                                         \
             if (chunks > 1 || t == 0) {                                                            \
-                _tile_loadd(a_high, d->bias_operands[k][0], 64);                                        \
-                _tile_loadd(a_low, d->bias_operands[k][1], 64);                                         \
+                _tile_loadd(a_high, d->bias_operands[k][0], 64);                                   \
+                _tile_loadd(a_low, d->bias_operands[k][1], 64);                                    \
             }                                                                                      \
             _tile_loadd(2, d->bias_tiles[k][t][0], 64);                                            \
             _tile_loadd(3, d->bias_tiles[k][t][1], 64);                                            \
@@ -125,7 +125,7 @@ static void turned_queries(attn_decode *d) {
             _tile_dpbf16ps(c, a_low, 2);                                                           \
             _tile_dpbf16ps(c, a_high, 3);                                                          \
         }                                                                                          \
-        _tile_stored(c, d->bias_products[t], 64);                                                           \
+        _tile_stored(c, d->bias_products[t], 64);                                                  \
     }
 
 /* bias_products: tokens [16 t, 16 t + 16) of every row in [t]. Up to eight rows: the odd tiles have as many rows.

@@ -250,31 +250,122 @@ static void widen_half(int32_t n, const uint16_t *x, float *y) {
 
 /* --- tiles ---------------------------------------------------------------------------------- */
 
-/* A run of rows that all see something of the tile. */
-static void tile_run(attn_rows *rows, int first, int n, const float *keys, const float *values,
-                     const uint64_t *masks) {
-    float alpha[ATTN_ROWS_MAX], sums[ATTN_ROWS_MAX];
-    int64_t d = rows->head_dim, q_dim = rows->q_dim;
-    float *logits = rows->logits + (int64_t)first * TILE;
-    gemm scores = {rows->q_dim, rows->q + first * q_dim, q_dim, keys, TILE, logits, TILE, NULL};
-    gemm_run(&scores, n, TILE);
-    for (int r = 0; r < n; r++)
-        row_softmax(rows, first + r, masks[first + r], &alpha[r], &sums[r]);
+/* Logits of a run of rows to weights; alpha: the factors of all before, whole vectors. */
+static void weights_run(attn_rows *rows, int first, int n, const uint64_t *masks, float *alpha) {
+    float sums[ATTN_ROWS_MAX];
+    for (int r = 0; r < n; r++) row_softmax(rows, first + r, masks[first + r], &alpha[r], &sums[r]);
     for (int r = n; r % LANES != 0; r++) alpha[r] = 0.0f;
     for (int r = 0; r < n; r += LANES) vf_store(alpha + r, vf_exp(vf_load(alpha + r)));
-    for (int r = 0; r < n; r++)
-        rows->row_sum[first + r] = rows->row_sum[first + r] * alpha[r] + sums[r];
-    gemm output = {TILE, logits, TILE, values, d, rows->acc + first * d, d, alpha};
-    gemm_run(&output, n, rows->head_dim);
+    for (int r = 0; r < n; r++) rows->row_sum[first + r] = rows->row_sum[first + r] * alpha[r] + sums[r];
+}
+
+/* The run of rows that see something of a tile, from row *first on; returns their number, 0: no more. */
+static int next_run(const attn_rows *rows, const uint64_t *masks, int *first) {
+    int r = *first;
+    while (r < rows->n_rows && masks[r] == 0) r++;
+    *first = r;
+    while (r < rows->n_rows && masks[r] != 0) r++;
+    return r - *first;
 }
 
 static void tile(attn_rows *rows, const float *keys, const float *values, const uint64_t *masks) {
+    const int64_t d = rows->head_dim, q_dim = rows->q_dim;
+    float alpha[ATTN_ROWS_MAX];
     assert(rows->n_rows <= ATTN_ROWS_MAX);
-    for (int r = 0; r < rows->n_rows;) {
-        int end = r;
-        while (end < rows->n_rows && masks[end] != 0) end++;
-        if (end > r) tile_run(rows, r, end - r, keys, values, masks);
-        r = end + 1;
+    for (int first = 0, n; (n = next_run(rows, masks, &first)) > 0; first += n) {
+        float *logits = rows->logits + (int64_t)first * TILE;
+        gemm scores = {rows->q_dim, rows->q + first * q_dim, q_dim, keys, TILE, logits, TILE, NULL};
+        gemm_run(&scores, n, TILE);
+        weights_run(rows, first, n, masks, alpha);
+        gemm output = {TILE, logits, TILE, values, d, rows->acc + first * d, d, alpha};
+        gemm_run(&output, n, rows->head_dim);
+    }
+}
+
+/* --- few rows ------------------------------------------------------------------------------- */
+
+/* C = A B or alpha C + A B for few rows, B pairs of BF16 numbers and then floats; sums as in gemm_block(). */
+typedef struct few_product {
+    int32_t n_pairs, n_floats, n_columns;
+    const float *a; /* [n_rows, 2 n_pairs + n_floats], stride a_stride */
+    int64_t a_stride;
+    const uint16_t *pairs; /* [n_pairs, n_columns, 2] */
+    const float *floats;   /* [n_floats, n_columns] */
+    uint64_t keep;         /* rows of B, two a pair, that are not taken as zeros whatever they hold */
+    float *c;              /* [n_rows, n_columns], stride c_stride */
+    int64_t c_stride;
+    const float *alpha; /* [n_rows]; NULL: C starts from zero */
+} few_product;
+
+#define FOR_FEW                                                                                    \
+    UNROLL for (int r = 0; r < ATTN_FEW_ROWS; r++)                                                 \
+        UNROLL for (int v = 0; v < 4; v++)                                                         \
+            if (r < n_rows && v < n_vecs)
+
+INLINE void few_block(const int n_rows, const int n_vecs, const bool all, const few_product *p, int column) {
+    vf acc[ATTN_FEW_ROWS][4];
+    const float *a = p->a, *floats = p->n_floats > 0 ? p->floats + column : NULL;
+    float *c = p->c + column;
+    const uint16_t *pairs = p->pairs + 2 * column;
+    const int64_t a_stride = p->a_stride, row = 2 * (int64_t)p->n_columns;
+    const int n_pairs = p->n_pairs;
+    FOR_FEW acc[r][v] = vf_zero();
+    if (p->alpha)
+        FOR_FEW acc[r][v] = vf_mul(vf_set1(p->alpha[r]), vf_load(c + r * p->c_stride + v * LANES));
+    for (int k = 0; k < n_pairs; k++, pairs += row, a += 2) {
+        vf first[4], second[4];
+        const uint32_t bits = all ? 3 : (uint32_t)(p->keep >> (2 * k)) & 3;
+        const vi keep = vi_set1((int)((bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0)));
+        UNROLL for (int v = 0; v < 4; v++) {
+            vi both = v < n_vecs ? vi_load((const uint8_t *)(pairs + 2 * v * LANES)) : vi_zero();
+            if (!all) both = vi_and(both, keep);
+            first[v] = first_of_pairs(both);
+            second[v] = second_of_pairs(both);
+        }
+        FOR_FEW acc[r][v] = vf_fma(vf_set1(a[r * a_stride]), first[v], acc[r][v]);
+        FOR_FEW acc[r][v] = vf_fma(vf_set1(a[r * a_stride + 1]), second[v], acc[r][v]);
+    }
+    for (int k = 0; k < p->n_floats; k++, floats += p->n_columns, a++)
+        FOR_FEW acc[r][v] = vf_fma(vf_set1(a[r * a_stride]), vf_load(floats + v * LANES), acc[r][v]);
+    FOR_FEW vf_store(c + r * p->c_stride + v * LANES, acc[r][v]);
+}
+
+/* Enough sums to hide a multiplication, and registers for both halves of the pairs. */
+INLINE int few_vecs(int n_rows) { return n_rows <= 2 ? 4 : n_rows <= 4 ? 2 : 1; }
+
+INLINE void few_rows(const int n_rows, const bool all, const few_product *p) {
+    const int n_vecs = few_vecs(n_rows);
+    int column = 0;
+    for (; column + n_vecs * LANES <= p->n_columns; column += n_vecs * LANES) few_block(n_rows, n_vecs, all, p, column);
+    for (; column < p->n_columns; column += LANES) few_block(n_rows, 1, all, p, column);
+}
+
+#define FEW_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define FEW_KERNEL(rows)                                                                           \
+    static void few_##rows(const few_product *p) {                                                 \
+        if (p->keep == UINT64_MAX)                                                                 \
+            few_rows(rows, true, p);                                                               \
+        else                                                                                       \
+            few_rows(rows, false, p);                                                              \
+    }
+#define FEW_ENTRY(rows) [rows - 1] = few_##rows,
+FEW_BLOCKS(FEW_KERNEL)
+static void (*const few_kernels[ATTN_FEW_ROWS])(const few_product *) = {FEW_BLOCKS(FEW_ENTRY)};
+
+static void tile_few(attn_rows *rows, const uint16_t *keys, const uint16_t *values, const float *table, uint64_t valid,
+                     const uint64_t *masks) {
+    const int64_t d = rows->head_dim, q_dim = rows->q_dim;
+    float alpha[ATTN_FEW_ROWS + LANES];
+    assert(rows->n_rows <= ATTN_FEW_ROWS);
+    for (int first = 0, n; (n = next_run(rows, masks, &first)) > 0; first += n) {
+        float *logits = rows->logits + (int64_t)first * TILE;
+        /* Columns of slots that are not valid go no further than their logits, which masks hide. */
+        few_product scores = {rows->head_dim / 2, rows->q_dim - rows->head_dim, TILE, rows->q + first * q_dim, q_dim, keys, table,
+                              UINT64_MAX, logits, TILE, NULL};
+        few_kernels[n - 1](&scores);
+        weights_run(rows, first, n, masks, alpha);
+        few_product output = {TILE / 2, 0, rows->head_dim, logits, TILE, values, NULL, valid, rows->acc + first * d, d, alpha};
+        few_kernels[n - 1](&output);
     }
 }
 
@@ -312,6 +403,7 @@ const attn_ops ATTN_TABLE = {
     .widen_values = widen_values,
     .widen_half = widen_half,
     .tile = tile,
+    .tile_few = tile_few,
     .rotate = rotate,
     .turn = turn,
 };

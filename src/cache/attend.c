@@ -155,6 +155,9 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
     attn_ops_current()->tile(rows, keys, values, masks);
 }
 
+/* Whether BF16 pages are read as they lie rather than through tiles. */
+static bool few_rows(const attn_rows *rows) { return attn_ops_current()->tile_few && rows->n_rows <= ATTN_FEW_ROWS; }
+
 /* Once for the pages of an item: what does not change from page to page. */
 static void begin_pages(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
                         thread_scratch *scratch) {
@@ -168,7 +171,7 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
     scratch->decode->bias_table = bias;
     scratch->decode_ops = cache_is_exact(cache) ? NULL : attn_decode_current();
     if (scratch->decode_ops) scratch->decode_ops->begin(scratch->decode);
-    if (layer->n_tracked && !(scratch->decode_ops && scratch->decode_ops->overlay)) /* some page is a tile */
+    if (layer->n_tracked && !(scratch->decode_ops && (scratch->decode_ops->overlay || few_rows(rows)))) /* some page is a tile */
         memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
 }
 
@@ -209,6 +212,11 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
     if (scratch->decode_ops && scratch->decode_ops->overlay) {
         scratch->decode_ops->overlay(scratch->decode, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head),
                                      valid, masks);
+        return;
+    }
+    if (few_rows(rows)) {
+        ops->tile_few(rows, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head), scratch->decode->bias_table,
+                      valid, masks);
         return;
     }
     ops->widen_keys(rows->head_dim, layer_overlay_keys(layer, page, head), valid, scratch->keys);
