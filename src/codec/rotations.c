@@ -22,51 +22,14 @@ oscar_rotations *rotations_new(const oscar_layer *layers, int32_t n_layers) {
     return rotations;
 }
 
-/* A layer's arrays but for `tracked`, and their floats: [H, d, d], then [H, d]. */
-#define N_ARRAYS 9
-static void arrays_of(rotations_layer *l, float **arrays[N_ARRAYS], size_t floats[N_ARRAYS]) {
-    const size_t d = (size_t)l->shape.head_dim;
-    float **each[N_ARRAYS] = {&l->k_rotation, &l->v_rotation, &l->k_metric_b, &l->v_metric_b, &l->k_mean,
-                              &l->k_tracked,  &l->v_mean,     &l->k_metric_d, &l->v_metric_d};
-    for (int i = 0; i < N_ARRAYS; i++) {
-        arrays[i] = each[i];
-        floats[i] = (size_t)l->shape.n_kv_heads * d * (i < 4 ? d : 1);
-    }
-}
-
-void rotations_pack(oscar_rotations *rotations) {
-    float **arrays[N_ARRAYS];
-    size_t floats[N_ARRAYS], bytes = 0;
-    if (rotations->packed) return;
-    for (int32_t i = 0; i < rotations->n_layers; i++) {
-        arrays_of(&rotations->layers[i], arrays, floats);
-        for (int a = 0; a < N_ARRAYS; a++) bytes += *arrays[a] ? ALIGN64(floats[a] * sizeof(float)) : 0;
-    }
-    uint8_t *to = bytes ? region_reserve(bytes) : NULL;
-    if (!to) return;
-    region_prefer_large(to, bytes);
-    rotations->packed = to;
-    rotations->packed_bytes = bytes;
-    for (int32_t i = 0; i < rotations->n_layers; i++) {
-        arrays_of(&rotations->layers[i], arrays, floats);
-        for (int a = 0; a < N_ARRAYS; a++) {
-            if (!*arrays[a]) continue;
-            memcpy(to, *arrays[a], floats[a] * sizeof(float));
-            aligned_free(*arrays[a]);
-            *arrays[a] = (float *)(void *)to;
-            to += ALIGN64(floats[a] * sizeof(float));
-        }
-    }
-}
-
 void oscar_rotations_free(oscar_rotations *rotations) {
     if (!rotations) return;
     for (int32_t i = 0; i < rotations->n_layers; i++) {
-        float **arrays[N_ARRAYS];
-        size_t floats[N_ARRAYS];
-        arrays_of(&rotations->layers[i], arrays, floats);
-        for (int a = 0; a < N_ARRAYS && !rotations->packed; a++) aligned_free(*arrays[a]);
-        aligned_free(rotations->layers[i].tracked);
+        rotations_layer *l = &rotations->layers[i];
+        void *arrays[] = {l->k_rotation, l->v_rotation, l->k_mean,     l->k_tracked, l->v_mean,
+                          l->k_metric_b, l->k_metric_d, l->v_metric_b, l->v_metric_d};
+        for (size_t a = 0; a < sizeof arrays / sizeof *arrays && !rotations->packed; a++) aligned_free(arrays[a]);
+        aligned_free(l->tracked);
     }
     if (rotations->packed) region_release(rotations->packed, rotations->packed_bytes);
     for (int32_t i = 0; i < rotations->n_meta; i++) {

@@ -38,7 +38,7 @@ struct oscar_rotations {
     rotations_layer *layers; /* [n_layers] */
     int32_t n_meta;
     rotations_meta *meta; /* [n_meta] owned strings */
-    uint8_t *packed;      /* what rotations_pack() put the arrays into; NULL: each has memory of its own */
+    uint8_t *packed;      /* what holds the float arrays of all layers; NULL: each has memory of its own */
     size_t packed_bytes;
 };
 
@@ -46,9 +46,6 @@ struct oscar_rotations {
 oscar_rotations *rotations_new(const oscar_layer *layers, int32_t n_layers);
 /* Adds or replaces; false: no memory. */
 bool rotations_set_meta(oscar_rotations *rotations, const char *key, const char *value);
-/* Moves all arrays into large pages, layer after layer: a decoded token reads them once each, and with small pages
- * it would wait for page tables. Without memory for it they stay where they are. */
-void rotations_pack(oscar_rotations *rotations);
 /* Sylvester Hadamard / sqrt(block), block-diagonal with the largest power of two dividing d.
  * out: [d, d]. */
 void rotations_hadamard_matrix(int32_t d, float *out);

@@ -270,6 +270,34 @@ static oscar_status load_all(loader *l) {
     return status;
 }
 
+static size_t array_bytes(const rotations_layer *layer, const rotation_field *field) {
+    if (!*rotation_array(layer, field)) return 0;
+    return (size_t)layer->shape.n_kv_heads * rotation_head_floats(field, layer->shape.head_dim) * sizeof(float);
+}
+
+/* Moves all arrays into large pages, layer after layer: a decoded token reads them once each, and with small pages
+ * it would wait for page tables. Without memory for it they stay where they are. */
+static void pack_arrays(oscar_rotations *rotations) {
+    size_t bytes = 0;
+    for (int32_t i = 0; i < rotations->n_layers; i++)
+        for (int f = 0; f < ROTATION_N_FIELDS; f++) bytes += ALIGN64(array_bytes(&rotations->layers[i], &rotation_fields[f]));
+    uint8_t *to = region_reserve(bytes);
+    if (!to) return;
+    region_prefer_large(to, bytes);
+    rotations->packed = to;
+    rotations->packed_bytes = bytes;
+    for (int32_t i = 0; i < rotations->n_layers; i++)
+        for (int f = 0; f < ROTATION_N_FIELDS; f++) {
+            float **array = rotation_array(&rotations->layers[i], &rotation_fields[f]);
+            const size_t n = array_bytes(&rotations->layers[i], &rotation_fields[f]);
+            if (n == 0) continue;
+            memcpy(to, *array, n);
+            aligned_free(*array);
+            *array = (float *)(void *)to;
+            to += ALIGN64(n);
+        }
+}
+
 oscar_status rotation_file_read(oscar_rotations **out, const byte_source *source, oscar_error *error) {
     loader l = {.source = source, .error = error};
     *out = NULL;
@@ -284,7 +312,7 @@ oscar_status rotation_file_read(oscar_rotations **out, const byte_source *source
     if (status)
         oscar_rotations_free(l.rotations);
     else
-        rotations_pack(*out = l.rotations);
+        pack_arrays(*out = l.rotations);
     return status;
 }
 
