@@ -135,6 +135,17 @@ DEVICE void page_constants(const Rows<C> &r, float (&sum)[C::TILES], float (&con
     }
 }
 
+/* Nothing of M blocks of rows yet: sums of Re z, E and O. */
+template <class C, int M>
+DEVICE void clear_sums(float (&sum)[C::TILES], float (&even)[C::TILES][M][4], float (&odd)[C::TILES][M][4]) {
+#pragma unroll
+    for (int j = 0; j < C::TILES; j++) {
+        sum[j] = 0;
+#pragma unroll
+        for (int k = 0; k < 4 * M; k++) even[j][k >> 2][k & 3] = odd[j][k >> 2][k & 3] = 0;
+    }
+}
+
 /* Few pairs: z of the page at hand stays in registers and is turned on from page to page. That adds about 1e-7 a page
  * to its error, so it begins anew every FRESH pages. STEPS: of 8 pairs, at most. */
 template <class C, int STEPS> struct PageBias {
@@ -174,12 +185,7 @@ template <class C, int STEPS> struct PageBias {
     DEVICE void take(const Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p, int lane,
                      float (&score)[C::BIAS_PAGES][8][C::COLUMNS]) {
         float sum[C::TILES], even[C::TILES][2][4], odd[C::TILES][2][4], constant[C::BIAS_PAGES][C::COLUMNS];
-#pragma unroll
-        for (int j = 0; j < C::TILES; j++) {
-            sum[j] = 0;
-#pragma unroll
-            for (int k = 0; k < 8; k++) even[j][k >> 2][k & 3] = odd[j][k >> 2][k & 3] = 0;
-        }
+        clear_sums<C, 2>(sum, even, odd);
 #pragma unroll
         for (int step = 0; step < STEPS; step += 2) {
             if (!has(p, step)) continue;
@@ -252,12 +258,7 @@ DEVICE void bias_page(const Rows<C> &r, const SegmentData<C> &s, const DecodePar
         put_phases(phase + k * 8 * p.bias_steps, s.bias_turn, 8 * p.bias_steps, page + k * C::WARPS, lane);
     __syncwarp();
     float sum[C::TILES], even[C::TILES][2][4], odd[C::TILES][2][4], constant[C::BIAS_PAGES][C::COLUMNS];
-#pragma unroll
-    for (int j = 0; j < C::TILES; j++) {
-        sum[j] = 0;
-#pragma unroll
-        for (int k = 0; k < 8; k++) even[j][k >> 2][k & 3] = odd[j][k >> 2][k & 3] = 0;
-    }
+    clear_sums<C, 2>(sum, even, odd);
     bias_sums<C, 2, false>(s, p, phase + (C::BIAS_PAGES > 1 && (lane & 4) ? 8 * p.bias_steps : 0), 0, lane, even, odd, sum);
     page_constants<C>(r, sum, constant, lane);
     bias_scores<C>(r, even, odd, constant, score);
@@ -272,12 +273,7 @@ DEVICE void bias_unit(const Rows<C> &r, const SegmentData<C> &s, const DecodePar
     put_phases(phase, s.bias_turn, 8 * p.bias_steps, position >> 6, lane);
     __syncwarp();
     float sum[C::TILES], even[C::TILES][1][4], odd[C::TILES][1][4], constant[C::COLUMNS];
-#pragma unroll
-    for (int j = 0; j < C::TILES; j++) {
-        sum[j] = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) even[j][0][k] = odd[j][0][k] = 0;
-    }
+    clear_sums<C, 1>(sum, even, odd);
     const int eighth = (position & 63) >> 3;
     const bool after = eighth >= 4, upper = after ? eighth & 1 : !(eighth & 1);
     bias_sums<C, 1, WHOLE>(s, p, phase, after ? (eighth - 4) >> 1 : (3 - eighth) >> 1, lane, even, odd, sum);

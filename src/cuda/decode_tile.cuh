@@ -97,31 +97,9 @@ DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, const uint8_t *
         }
 }
 
-/* Scores of 16 tokens: their products on top of what score begins with. */
-template <class C>
-DEVICE void add_products(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], const uint8_t *params, int lane,
-                         float (&score)[2][C::COLUMNS]) {
-#pragma unroll
-    for (int k = 0; k < C::G; k++) {
-        const uint2 sm = *reinterpret_cast<const uint2 *>(params + 256 * k + 8 * (lane >> 2));
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float2 f = __half22float2(bits_half2(h ? sm.y : sm.x));
-#pragma unroll
-            for (int i = 0; i < C::COLUMNS; i++) {
-                const int j = i >> 1;
-                const float *x = &c[k][j][2 * h];
-                const float dot = j < C::FULL ? x[i & 1] : x[0] + x[1];
-                score[h][i] = fmaf(dot, f.x, fmaf(f.y, r.q_sum[i][k], score[h][i]));
-            }
-        }
-    }
-}
-
-/* The same from what byte_products() makes. */
-template <class C>
-DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], const uint8_t *params, int lane,
-                     float (*score)[C::COLUMNS]) {
+/* Scores of 16 tokens: their products, dot(k, i, h), on top of what score begins with. */
+template <class C, class Dot>
+DEVICE void add_scaled(const Rows<C> &r, const uint8_t *params, int lane, float (*score)[C::COLUMNS], const Dot &dot) {
 #pragma unroll
     for (int k = 0; k < C::G; k++) {
         const uint2 sm = *reinterpret_cast<const uint2 *>(params + 256 * k + 8 * (lane >> 2));
@@ -130,9 +108,26 @@ DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], 
             const float2 f = __half22float2(bits_half2(h ? sm.y : sm.x));
 #pragma unroll
             for (int i = 0; i < C::COLUMNS; i++)
-                score[h][i] = fmaf(dot[k][i][h], f.x, fmaf(f.y, r.q_sum[i][k], score[h][i]));
+                score[h][i] = fmaf(dot(k, i, h), f.x, fmaf(f.y, r.q_sum[i][k], score[h][i]));
         }
     }
+}
+
+/* Of what code_products() makes. */
+template <class C>
+DEVICE void add_products(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], const uint8_t *params, int lane,
+                         float (*score)[C::COLUMNS]) {
+    add_scaled<C>(r, params, lane, score, [&](int k, int i, int h) {
+        const float *x = &c[k][i >> 1][2 * h];
+        return (i >> 1) < C::FULL ? x[i & 1] : x[0] + x[1];
+    });
+}
+
+/* Of what byte_products() makes. */
+template <class C>
+DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], const uint8_t *params, int lane,
+                     float (*score)[C::COLUMNS]) {
+    add_scaled<C>(r, params, lane, score, [&](int k, int i, int h) { return dot[k][i][h]; });
 }
 
 /* Prefill: scores of 16 tokens from their products. bias: [TILES][4] of this sub-tile, or what stands for
@@ -312,7 +307,7 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
 #pragma unroll
         for (int k = 0; k < C::SIDE_BY_SIDE; k++) {
             const int n = first + k;
-            add_products<C>(r, c[k], params + 64 * n, lane, *reinterpret_cast<float(*)[2][C::COLUMNS]>(&score[2 * n]));
+            add_products<C>(r, c[k], params + 64 * n, lane, &score[2 * n]);
         }
     }
     if constexpr (MODE == MODE_BIAS_CAP) {
@@ -422,11 +417,30 @@ DEVICE void value_unit(Rows<C> &r, const uint8_t *values, int lane, const float 
         }
 }
 
+/* Scores of 8 tokens from `position` on to weights, and these times the values. Rows that no query from position
+ * `query` to the last one sees may never have been written. */
+template <class C>
+DEVICE void weigh_unit(Rows<C> &r, const DecodeParams &p, const uint8_t *values, int lane, const float (&score)[1][C::COLUMNS],
+                       int kind, int position, int query, int length) {
+    raise_maximum<C, 1>(r, score);
+    float prob[C::COLUMNS];
+#pragma unroll
+    for (int i = 0; i < C::COLUMNS; i++) {
+        prob[i] = exp2_fast(fmaf(score[0][i], r.scale[i], -(r.row_max[i] * r.scale[i])));
+        r.row_sum[i] += prob[i];
+    }
+    const int first = visible(p, kind, query).first, last = visible(p, kind, length - 1).last;
+    const int token = position + 2 * (lane & 3);
+    const uint32_t keep = (token >= first && token < last ? 0x0000ffffu : 0u) |
+                          (token + 1 >= first && token + 1 < last ? 0xffff0000u : 0u);
+    value_unit<C>(r, values, lane, prob, keep);
+}
+
 template <class C, int MODE>
 DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
                         const uint8_t *unit, int kind, int position, int length, int first_row,
                         int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3, t_first = length - p.n_q_tokens;
+    const int g = lane >> 2, t_first = length - p.n_q_tokens;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     float c[C::TILES][4], score[1][C::COLUMNS];
     score_unit<C>(s, unit, lane, c);
@@ -440,19 +454,7 @@ DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
         const Span see = visible(p, kind, t_first + column_token<C>(p, first_row, i, lane));
         score[0][i] = position + g < see.first || position + g >= see.last ? MASKED : x;
     }
-    raise_maximum<C, 1>(r, score);
-    float prob[C::COLUMNS];
-#pragma unroll
-    for (int i = 0; i < C::COLUMNS; i++) {
-        prob[i] = exp2_fast(fmaf(score[0][i], r.scale[i], -(r.row_max[i] * r.scale[i])));
-        r.row_sum[i] += prob[i];
-    }
-    /* Rows of the ring that no query sees may never have been written. */
-    const int first = visible(p, kind, max(t_first, 0)).first, last = visible(p, kind, length - 1).last;
-    const int token = position + 2 * t;
-    const uint32_t keep = (token >= first && token < last ? 0x0000ffffu : 0u) |
-                          (token + 1 >= first && token + 1 < last ? 0xffff0000u : 0u);
-    value_unit<C>(r, unit + C::UNIT, lane, prob, keep);
+    weigh_unit<C>(r, p, unit + C::UNIT, lane, score, kind, position, max(t_first, 0), length);
 }
 
 #endif

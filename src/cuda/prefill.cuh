@@ -378,19 +378,7 @@ DEVICE void prefill_unit(Rows<C> &r, const PrefillShared<C> &s, const DecodePara
         const Span see = visible(p, kind, prefill_token<C>(p, b, i, lane));
         score[0][i] = position + g < see.first || position + g >= see.last ? MASKED : x;
     }
-    raise_maximum<C, 1>(r, score);
-    float prob[C::COLUMNS];
-#pragma unroll
-    for (int i = 0; i < C::COLUMNS; i++) {
-        prob[i] = exp2_fast(fmaf(score[0][i], r.scale[i], -(r.row_max[i] * r.scale[i])));
-        r.row_sum[i] += prob[i];
-    }
-    /* Rows that no query of the CTA sees may never have been written. */
-    const int first = visible(p, kind, b.t_first).first, last = visible(p, kind, b.length - 1).last;
-    const int token = position + 2 * t;
-    const uint32_t keep = (token >= first && token < last ? 0x0000ffffu : 0u) |
-                          (token + 1 >= first && token + 1 < last ? 0xffff0000u : 0u);
-    value_unit<C>(r, unit + C::UNIT, lane, prob, keep);
+    weigh_unit<C>(r, p, unit + C::UNIT, lane, score, kind, position, b.t_first, b.length);
 }
 
 /* Normalised rows of the warp to [ROWS, D + 4] floats, which take the place of its queries. */
