@@ -108,7 +108,7 @@ static inline void chain_expect(const world *w, chain *c, int i) {
     bool exact = w->cache->options.kv_type == OSCAR_KV_F32;
     for (int l = 0; l < CHAIN_LAYERS; l++)
         for (int side = 0; side < 2; side++) {
-            float row[CHAIN_ROW], turned[CHAIN_ROW];
+            float row[CHAIN_ROW];
             int d = w->layers[l].head_dim;
             chain_row(w, c, i, l, side, row);
             for (int h = 0; h < w->layers[l].n_kv_heads; h++) {
@@ -120,8 +120,8 @@ static inline void chain_expect(const world *w, chain *c, int i) {
                     history = digest(history, row + h * d, sizeof(float) * (size_t)d);
                     continue;
                 }
-                codec_quantize_rows(codec, 1, row + h * d, d, turned, codes, params);
-                for (int j = 0; j < d; j++) half[j] = bf16_from_float(turned[j]);
+                codec_quantize_rows(codec, 1, row + h * d, d, NULL, codes, params);
+                for (int j = 0; j < d; j++) half[j] = bf16_from_float(row[h * d + j]);
                 history = digest(history, codes, (size_t)d);
                 history = digest(history, params, sizeof(uint16_t) * 2 * (size_t)(d / codec->group));
                 overlay = digest(overlay, half, sizeof(uint16_t) * (size_t)d);
@@ -194,8 +194,12 @@ static inline uint64_t held_overlay(const oscar_cache *cache, int32_t seq, int p
 static inline void chain_check(const oscar_cache *cache, int32_t seq, const chain *c) {
     const cache_seq *s = &cache->seqs[seq];
     HOLDS(s->length == c->n);
-    HOLDS(s->n_pending < CODEC_LANES && s->n_pending <= s->length);
-    for (int i = 0; i < s->length - s->n_pending; i++) HOLDS(held_history(cache, seq, i) == c->history[i]);
+    int64_t coded = s->length;
+    for (int l = 0; l < cache->n_layers; l++) {
+        HOLDS(s->coded[l] <= s->length && s->coded[l] >= cache_coded(s->length));
+        if (s->coded[l] < coded) coded = s->coded[l];
+    }
+    for (int i = 0; i < coded; i++) HOLDS(held_history(cache, seq, i) == c->history[i]);
     for (int b = 0; (b + 1) * 64 <= c->n; b++)
         if (cache->history.kept[s->history[b]]) HOLDS((b + 1) * 64 <= c->known && (b + 1) * 64 <= c->pure);
     if (!cache->has_overlay) return;

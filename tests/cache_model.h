@@ -110,8 +110,10 @@ static inline void model_seen_row(const rotations_layer *l, int side, int head, 
         model_key_mean(l, head, t, mean);
     else
         for (int i = 0; i < d; i++) mean[i] = l->v_mean ? l->v_mean[head * d + i] : 0.0;
-    float residual[OSCAR_MAX_HEAD_DIM], rotated[OSCAR_MAX_HEAD_DIM];
+    float residual[OSCAR_MAX_HEAD_DIM];
     for (int i = 0; i < d; i++) residual[i] = (float)((double)row[i] - mean[i]);
+    for (int i = 0; i < d && near; i++) out[i] = bf16_to_float(bf16_from_float(residual[i])) + mean[i];
+    if (near) return;
     const float *u = side == 0 ? l->k_rotation : l->v_rotation;
     row_codec codec = {.head_dim = d, .group = codec_group(d), .bits = side == 0 ? l->bits_k : l->bits_v,
                        .bf16 = true, .recipe = l->recipe, .clip = side == 0 ? l->clip_k : l->clip_v};
@@ -124,12 +126,11 @@ static inline void model_seen_row(const rotations_layer *l, int side, int head, 
     }
     uint8_t codes[OSCAR_MAX_HEAD_DIM];
     uint16_t params[2 * CODEC_MAX_GROUPS];
-    codec_quantize_rows(&codec, 1, residual, d, rotated, codes, params);
+    codec_quantize_rows(&codec, 1, residual, d, NULL, codes, params);
     double y[OSCAR_MAX_HEAD_DIM];
     for (int i = 0; i < d; i++) {
         int g = i / codec.group;
-        y[i] = near ? bf16_to_float(bf16_from_float(rotated[i]))
-                    : (double)fp16_to_float(params[2 * g + 1]) + (double)fp16_to_float(params[2 * g]) * codes[i];
+        y[i] = (double)fp16_to_float(params[2 * g + 1]) + (double)fp16_to_float(params[2 * g]) * codes[i];
     }
     for (int i = 0; i < d; i++) {
         double sum = u ? 0 : y[i];

@@ -164,7 +164,9 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
     for (int r = 0; r < n; r++) rows.row_max[r] = -INFINITY;
     decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
     n_runs++;
+    if (ops->open) ops->open(decode);
     ops->begin(decode);
+    if (ops->overlay) ops->begin_overlay(decode);
     for (int b = 0; b < c->n_pages; b++) {
         uint64_t valid = 0, masks[ATTN_ROWS_MAX] = {0};
         for (int r = 0; r < n; r++) {
@@ -367,6 +369,7 @@ static void test_large_bias(void **state) {
             top[r] = -INFINITY, masks[r] = UINT64_MAX;
             memcpy(q + r * q_dim + D, c.turned + r * 2 * PAIRS, sizeof(float) * 2 * PAIRS);
         }
+        if (ops[o]->open) ops[o]->open(decode);
         ops[o]->begin(decode);
         ops[o]->page(decode, c.keys[0], c.values[0], UINT64_MAX, masks);
         if (ops[o]->end) ops[o]->end(decode);

@@ -23,7 +23,7 @@ typedef struct attn_rows {
     int32_t q_dim;      /* head_dim + 2 n_tracked: floats of a query row */
     float logit_scale;
     float logit_softcap; /* 0: off */
-    float *q;            /* [n_rows, q_dim] rotated query, then the turned tracked pairs */
+    float *q;            /* [n_rows, q_dim] query in the keys' basis, then the turned tracked pairs */
     const float *q_bias; /* [n_rows] added to q.k before the scale: q.mu */
     float *row_max;      /* [n_rows] -inf at the start */
     float *row_sum;      /* [n_rows] 0 at the start */
@@ -121,11 +121,15 @@ typedef struct attn_decode {
 typedef struct attn_decode_ops {
     const char *name;
     int32_t ahead_rows; /* up to so many rows the next page's turned pairs are of use, if there is room for them */
-    /* Takes the rotated queries over from rows->q; call it after they were written. */
+    /* Before anything else, with what does not depend on the queries; NULL: nothing to do. */
+    void (*open)(attn_decode *decode);
+    /* Takes the rotated queries over from rows->q; call it after they were written, before the first page. */
     void (*begin)(attn_decode *decode);
     /* One page, as attn_ops.tile: keys and values point to the page sides. */
     void (*page)(attn_decode *decode, const uint8_t *keys, const uint8_t *values, uint64_t valid,
                  const uint64_t *masks);
+    /* The same of queries for BF16 rows; where `overlay` is not NULL. */
+    void (*begin_overlay)(attn_decode *decode);
     /* A page of BF16 rows (page_bf16_at()); NULL: it goes through tiles. Rows outside `valid` may hold
      * anything. */
     void (*overlay)(attn_decode *decode, const uint16_t *keys, const uint16_t *values, uint64_t valid,

@@ -22,16 +22,19 @@ static bool fits(const attn_decode *d) { return d->k_side->n_groups == 1 || d->k
 
 /* --- a piece of pages ------------------------------------------------------------------------- */
 
+static void tile_open(attn_decode *d) {
+    d->first = 0;
+    d->spread_of = d->scored_of = NULL;
+    keep_tiles(d);
+    if (n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d);
+}
+
 static void tile_begin(attn_decode *d) {
     const attn_rows *rows = d->rows;
     const int dim = rows->head_dim;
     begin(d);
-    d->spread_of = d->scored_of = NULL;
     for (int r = 0; r < rows->n_rows; r++)
         for (int half = 0; half < 2 && dim % 64; half++) memset(d->q_bytes[r][half] + dim, 0, (size_t)(64 - dim % 64));
-    overlay_begin(d);
-    keep_tiles(d);
-    if (rows->q_dim > dim && bias_in_tiles(d)) make_bias_tiles(d);
 }
 
 /* n_units units of 16 to rows of 64 bytes: quad f of unit u in row unit_rows u + quad_rows f. */
@@ -253,4 +256,5 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
 }
 
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .begin = tile_begin, .page = tile_page, .overlay = overlay_page, .end = restore_tiles};
+    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .open = tile_open, .begin = tile_begin, .page = tile_page,
+    .begin_overlay = overlay_begin, .overlay = overlay_page, .end = restore_tiles};

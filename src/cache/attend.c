@@ -3,38 +3,60 @@
  *
  * Logits are exact in what was removed from the keys: q.k_t = q'.k'_t + q.mu + (R_-p0 q).(m R_i nu)
  * for t = p0 + i, so the query is turned once a page and the last product is with a table of 64
- * columns (docs/METHOD.md). Values come back by U_V^T and their mean, since weights sum to 1.
+ * columns (docs/METHOD.md). Values of the history come back by U_V^T, and all by their mean, since
+ * weights sum to 1.
  */
 #include "cache/cache.h"
 
 #include <math.h>
 
-static void clear_rows(attn_rows *rows) {
-    for (int32_t r = 0; r < rows->n_rows; r++) {
-        rows->row_max[r] = -INFINITY;
-        rows->row_sum[r] = 0.0f;
+/* The rows of a block twice, each with its own queries, maxima, sums and values: history, whose keys and values are
+ * turned, and BF16 rows, which are not. What a block does not see costs nothing: where all is BF16, as in a
+ * short context, no rotation is read. */
+enum { HISTORY, NEAR };
+typedef struct item_rows {
+    attn_rows of[2];
+    bool begun[2]; /* queries are there */
+} item_rows;
+
+static void clear_rows(item_rows *item) {
+    for (int k = 0; k < 2; k++) {
+        attn_rows *rows = &item->of[k];
+        for (int32_t r = 0; r < rows->n_rows; r++) {
+            rows->row_max[r] = -INFINITY;
+            rows->row_sum[r] = 0.0f;
+        }
+        memset(rows->acc, 0, sizeof(float) * (size_t)rows->n_rows * (size_t)rows->head_dim);
     }
-    memset(rows->acc, 0, sizeof(float) * (size_t)rows->n_rows * (size_t)rows->head_dim);
 }
 
-static attn_rows make_rows(const oscar_cache *cache, const step_block *block, thread_scratch *scratch) {
+/* Results that lie at `floats` of each: maxima, sums, values. */
+static void place_rows(item_rows *item, int32_t n_rows, float *floats[2]) {
+    for (int k = 0; k < 2; k++) {
+        item->of[k].row_max = floats[k];
+        item->of[k].row_sum = floats[k] + n_rows;
+        item->of[k].acc = floats[k] + 2 * n_rows;
+    }
+}
+
+static item_rows make_rows(const oscar_cache *cache, const step_block *block, thread_scratch *scratch) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
-    attn_rows rows = {
-        .n_rows = block->count * layer->group,
-        .head_dim = layer->shape.head_dim,
-        .q_dim = layer->shape.head_dim + 2 * layer->n_tracked,
-        .logit_scale = s->in.logit_scale,
-        .logit_softcap = s->in.logit_softcap,
-        .q = scratch->q,
-        .q_bias = scratch->q_bias,
-        .row_max = scratch->row_max,
-        .row_sum = scratch->row_sum,
-        .acc = scratch->acc,
-        .logits = scratch->logits,
-    };
-    clear_rows(&rows);
-    return rows;
+    item_rows item = {{{0}}, {false, false}};
+    for (int k = 0; k < 2; k++)
+        item.of[k] = (attn_rows){
+            .n_rows = block->count * layer->group,
+            .head_dim = layer->shape.head_dim,
+            .q_dim = layer->shape.head_dim + 2 * layer->n_tracked,
+            .logit_scale = s->in.logit_scale,
+            .logit_softcap = s->in.logit_softcap,
+            .q = scratch->q[k],
+            .q_bias = scratch->q_bias,
+            .logits = scratch->logits,
+        };
+    place_rows(&item, ATTN_ROWS_MAX, scratch->sums);
+    clear_rows(&item);
+    return item;
 }
 
 /* The query of row r of a block: head r % group of the KV head's group. */
@@ -45,39 +67,50 @@ static const float *query_row(const oscar_cache *cache, const step_block *block,
     return s->in.q + token * s->in.q_token_stride + (head * group + r % group) * s->in.q_head_stride;
 }
 
-/* The queries of a block turned, at out [n_rows, stride], and their products with the keys' mean. */
+/* The queries of a block, at out [n_rows, stride]. */
+static void copy_queries(const oscar_cache *cache, const step_block *block, int32_t head, int32_t n_rows, float *out, int64_t stride) {
+    int32_t d = cache->layers[cache->step.layer].shape.head_dim;
+    for (int32_t r = 0; r < n_rows; r++) memcpy(out + r * stride, query_row(cache, block, head, r), sizeof(float) * (size_t)d);
+}
+
+/* The same turned. */
 static void rotate_queries(const oscar_cache *cache, const step_block *block, int32_t head, int32_t n_rows, float *out,
-                           int64_t stride, float *bias, thread_scratch *scratch) {
+                           int64_t stride, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
     int32_t d = layer->shape.head_dim;
-    const float *mean = layer->fit && layer->fit->k_mean ? layer->fit->k_mean + (size_t)head * (size_t)d : NULL;
     const float *u = layer->k_codec[head].rotation;
-    float *plain = u ? scratch->out : out;
-    int64_t plain_stride = u ? d : stride;
-    for (int32_t r = 0; r < n_rows; r++) {
-        const float *q = query_row(cache, block, head, r);
-        memcpy(plain + r * plain_stride, q, sizeof(float) * (size_t)d);
-        bias[r] = 0.0f;
-        if (mean)
-            for (int32_t i = 0; i < d; i++) bias[r] += q[i] * mean[i];
-    }
-    if (u) attn_ops_current()->rotate(d, u, n_rows, plain, d, out, stride);
+    copy_queries(cache, block, head, n_rows, u ? scratch->out : out, u ? d : stride);
+    if (u) attn_ops_current()->rotate(d, u, n_rows, scratch->out, d, out, stride);
 }
 
 void step_turn_queries(oscar_cache *cache, int32_t head, thread_scratch *scratch) {
     step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     int32_t d = layer->shape.head_dim, first = head * layer->group;
-    rotate_queries(cache, &s->blocks[0], head, layer->group, s->q + (size_t)first * (size_t)d, d, s->q_bias + first, scratch);
+    rotate_queries(cache, &s->blocks[0], head, layer->group, s->q + (size_t)first * (size_t)d, d, scratch);
 }
 
 /* Those rows, where they have been turned for all pieces. */
-static void take_queries(const oscar_cache *cache, int32_t head, attn_rows *rows, thread_scratch *scratch) {
+static void take_queries(const oscar_cache *cache, int32_t head, attn_rows *rows) {
     const step_state *s = &cache->step;
     int32_t d = rows->head_dim, first = head * rows->n_rows;
-    for (int32_t r = 0; r < rows->n_rows; r++) {
+    for (int32_t r = 0; r < rows->n_rows; r++)
         memcpy(rows->q + (int64_t)r * rows->q_dim, s->q + (size_t)(first + r) * (size_t)d, sizeof(float) * (size_t)d);
-        scratch->q_bias[r] = s->q_bias[first + r];
+}
+
+/* Products of the queries with the keys' mean; sums of sixteen, whose order no compiler has to keep. */
+static void mean_products(const oscar_cache *cache, const step_block *block, int32_t head, int32_t n_rows, float *bias) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    int32_t d = layer->shape.head_dim;
+    const float *mean = layer->fit && layer->fit->k_mean ? layer->fit->k_mean + (size_t)head * (size_t)d : NULL;
+    for (int32_t r = 0; r < n_rows; r++) {
+        const float *q = query_row(cache, block, head, r);
+        float sums[16] = {0};
+        bias[r] = 0.0f;
+        if (!mean) continue;
+        for (int32_t i = 0; i < d; i += 16)
+            for (int32_t j = 0; j < 16; j++) sums[j] += q[i + j] * mean[i + j];
+        for (int32_t j = 0; j < 16; j++) bias[r] += sums[j];
     }
 }
 
@@ -159,20 +192,42 @@ static void exact_tile(const oscar_cache *cache, const step_block *block, int32_
 static bool few_rows(const attn_rows *rows) { return attn_ops_current()->tile_few && rows->n_rows <= ATTN_FEW_ROWS; }
 
 /* Once for the pages of an item: what does not change from page to page. */
-static void begin_pages(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
+static void begin_pages(const oscar_cache *cache, const step_block *block, int32_t head, item_rows *item,
                         thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
+    attn_rows *rows = &item->of[HISTORY];
     size_t table = 2 * (size_t)layer->n_tracked * OSCAR_PAGE_TOKENS;
     const float *bias = layer->bias_table + (size_t)head * table;
+    mean_products(cache, block, head, rows->n_rows, scratch->q_bias);
     if (layer->n_tracked) gather_pairs(cache, block, head, rows, scratch->pairs);
     scratch->decode->rows = rows;
     scratch->decode->k_side = &layer->k_side;
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
     scratch->decode_ops = cache_is_exact(cache) ? NULL : attn_decode_current();
-    if (scratch->decode_ops) scratch->decode_ops->begin(scratch->decode);
+    if (scratch->decode_ops && scratch->decode_ops->open) scratch->decode_ops->open(scratch->decode);
     if (layer->n_tracked && !(scratch->decode_ops && (scratch->decode_ops->overlay || few_rows(rows)))) /* some page is a tile */
         memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
+}
+
+/* Puts the rows in hand that see the history, or BF16 rows; the first time with their queries. */
+static void take_rows(const oscar_cache *cache, const step_block *block, int32_t head, item_rows *item, int which,
+                      thread_scratch *scratch) {
+    attn_rows *rows = &item->of[which];
+    const attn_decode_ops *ops = scratch->decode_ops;
+    scratch->decode->rows = rows;
+    if (item->begun[which]) return;
+    item->begun[which] = true;
+    if (which == NEAR) {
+        copy_queries(cache, block, head, rows->n_rows, rows->q, rows->q_dim);
+        if (ops && ops->overlay) ops->begin_overlay(scratch->decode);
+        return;
+    }
+    if (cache->step.queries_turned)
+        take_queries(cache, head, rows);
+    else
+        rotate_queries(cache, block, head, rows->n_rows, rows->q, rows->q_dim, scratch);
+    if (ops) ops->begin(scratch->decode);
 }
 
 /* Asks for the next page: pages lie anywhere in memory, so the
@@ -224,91 +279,130 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
     ops->tile(rows, scratch->keys, scratch->values, masks);
 }
 
-static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
-                         attn_rows *rows, thread_scratch *scratch) {
+/* What the queries of a block see of page b; whether it is anything. */
+static bool page_masks(const oscar_cache *cache, const step_block *block, int32_t b, thread_scratch *scratch, uint64_t *any_far,
+                       uint64_t *any_near) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
-    const cache_seq *seq = &cache->seqs[block->seq];
-    bool prefetch = scratch->decode_ops != NULL;
+    *any_far = *any_near = 0;
+    for (int32_t i = 0; i < block->count; i++) {
+        uint64_t far, near;
+        cache_masks(cache, &cache->seqs[block->seq], layer->shape.window, b, s->in.positions[s->queries[block->first + i]], &far, &near);
+        for (int32_t j = 0; j < layer->group; j++) {
+            scratch->far[i * layer->group + j] = far;
+            scratch->near[i * layer->group + j] = near;
+        }
+        *any_far |= far;
+        *any_near |= near;
+    }
+    return *any_far | *any_near;
+}
+
+bool step_sees_history(const oscar_cache *cache) {
+    const step_state *s = &cache->step;
+    const step_block *block = &s->blocks[0];
+    int32_t window = cache->layers[s->layer].shape.window;
+    for (int32_t b = block->page_begin; b < block->page_end; b++) {
+        uint64_t far, near;
+        cache_masks(cache, &cache->seqs[block->seq], window, b, s->in.positions[s->queries[block->first]], &far, &near);
+        if (far) return true;
+    }
+    return false;
+}
+
+static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
+                         item_rows *item, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    const cache_layer *layer = &cache->layers[s->layer];
+    attn_rows *history = &item->of[HISTORY], *near_rows = &item->of[NEAR];
     int32_t turned = -1; /* the page whose turned queries are there already */
     int64_t last = s->in.positions[s->queries[block->first + block->count - 1]], recent = cache->options.recent;
     for (int32_t b = begin; b < end; b++) {
-        uint64_t any_far = 0, any_near = 0;
-        for (int32_t i = 0; i < block->count; i++) {
-            uint64_t far, near;
-            cache_masks(cache, seq, layer->shape.window, b, s->in.positions[s->queries[block->first + i]], &far, &near);
-            for (int32_t j = 0; j < layer->group; j++) {
-                scratch->far[i * layer->group + j] = far;
-                scratch->near[i * layer->group + j] = near;
-            }
-            any_far |= far;
-            any_near |= near;
-        }
-        if (!(any_far | any_near)) continue;
-        if (prefetch && b + 1 < end) prefetch_history(cache, block, head, b + 1);
+        uint64_t far, near;
+        if (!page_masks(cache, block, b, scratch, &far, &near)) continue;
+        /* The next page, if it has history to see. */
         int32_t next = b + 1 < end && (int64_t)(b + 1) * OSCAR_PAGE_TOKENS <= last - recent ? b + 1 : -1;
-        if (layer->n_tracked) {
-            if (turned == b)
-                take_turned(rows, scratch);
-            else
-                turn_queries(cache, head, b, rows, scratch);
-            scratch->decode->next_turned = any_far && next >= 0 && turn_ahead(cache, head, next, rows, scratch);
-            turned = scratch->decode->next_turned ? next : -1;
+        if (scratch->decode_ops && next >= 0) prefetch_history(cache, block, head, next);
+        if (far) {
+            take_rows(cache, block, head, item, HISTORY, scratch);
+            if (layer->n_tracked) {
+                if (turned == b)
+                    take_turned(history, scratch);
+                else
+                    turn_queries(cache, head, b, history, scratch);
+                scratch->decode->next_turned = next >= 0 && turn_ahead(cache, head, next, history, scratch);
+                turned = scratch->decode->next_turned ? next : -1;
+            }
+            history_tile(cache, block, head, b, next, far, history, scratch->far, scratch);
         }
-        if (any_far) history_tile(cache, block, head, b, next, any_far, rows, scratch->far, scratch);
-        if (any_near) overlay_tile(cache, block, head, b, any_near, rows, scratch->near, scratch);
+        if (near) {
+            take_rows(cache, block, head, item, NEAR, scratch);
+            if (layer->n_tracked) turn_queries(cache, head, b, near_rows, scratch);
+            overlay_tile(cache, block, head, b, near, near_rows, scratch->near, scratch);
+        }
     }
 }
 
-/* Divides by the softmax sum, turns the values back and writes the rows out. */
-static void write_rows(const oscar_cache *cache, const step_block *block, int32_t head, attn_rows *rows,
-                       thread_scratch *scratch) {
+/* Whether row r saw anything; NaN counts. */
+static bool row_saw(const attn_rows *rows, int32_t r) { return rows->row_max[r] != -INFINITY; }
+
+/* exp(max - top), 0 where nothing was seen. */
+static float share_of(float max, float top) { return max == -INFINITY ? 0.0f : expf(max - top); }
+
+/* Divides both results of every row by its softmax sum; near->row_sum receives the share that the values' mean has. */
+static void divide_rows(const oscar_cache *cache, int32_t head, item_rows *item) {
+    const step_state *s = &cache->step;
+    const attn_rows *far = &item->of[HISTORY], *near = &item->of[NEAR];
+    int32_t group = cache->layers[s->layer].group, d = far->head_dim;
+    for (int32_t r = 0; r < far->n_rows; r++) {
+        const float *sink = s->in.sink_logits ? &s->in.sink_logits[head * group + r % group] : NULL;
+        float top = far->row_max[r] > near->row_max[r] ? far->row_max[r] : near->row_max[r];
+        if (sink && *sink > top) top = *sink;
+        float a = share_of(far->row_max[r], top), b = share_of(near->row_max[r], top);
+        float seen = far->row_sum[r] * a + near->row_sum[r] * b, total = seen + (sink ? expf(*sink - top) : 0.0f);
+        for (int32_t i = 0; i < d; i++) {
+            far->acc[r * d + i] *= a / total;
+            near->acc[r * d + i] *= b / total;
+        }
+        near->row_sum[r] = seen / total;
+    }
+}
+
+/* Turns back what came from the history and writes the rows out. */
+static void write_rows(const oscar_cache *cache, const step_block *block, int32_t head, item_rows *item, thread_scratch *scratch) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
-    int32_t d = rows->head_dim, group = layer->group;
+    const attn_rows *far = &item->of[HISTORY], *near = &item->of[NEAR];
+    int32_t d = far->head_dim, group = layer->group;
     const float *back = layer->v_codec[head].rotation ? layer->v_back + (size_t)head * (size_t)d * (size_t)d : NULL;
     const float *mean = layer->fit && layer->fit->v_mean ? layer->fit->v_mean + (size_t)head * (size_t)d : NULL;
-    for (int32_t r = 0; r < rows->n_rows; r++) {
-        float total = rows->row_sum[r], scale = 1.0f, *acc = rows->acc + (size_t)r * (size_t)d;
-        if (s->in.sink_logits) {
-            float sink = s->in.sink_logits[head * group + r % group];
-            float max = rows->row_max[r] > sink ? rows->row_max[r] : sink;
-            scale = expf(rows->row_max[r] - max);
-            total = total * scale + expf(sink - max);
-        }
-        scale /= total;
-        for (int32_t i = 0; i < d; i++) acc[i] *= scale;
-        rows->row_sum[r] *= scale; /* the share that the values' mean has */
-    }
-    float *out = rows->acc;
-    if (back) {
-        attn_ops_current()->rotate(d, back, rows->n_rows, rows->acc, d, scratch->out, d);
+    divide_rows(cache, head, item);
+    const float *out = far->acc;
+    bool any = false;
+    for (int32_t r = 0; r < far->n_rows; r++) any |= row_saw(far, r);
+    if (back && any) {
+        attn_ops_current()->rotate(d, back, far->n_rows, far->acc, d, scratch->out, d);
         out = scratch->out;
     }
-    for (int32_t r = 0; r < rows->n_rows; r++) {
+    for (int32_t r = 0; r < far->n_rows; r++) {
         int32_t token = s->queries[block->first + r / group];
         float *to = s->in.out + token * s->in.out_token_stride + (head * group + r % group) * s->in.out_head_stride;
-        const float *from = out + (size_t)r * (size_t)d;
-        if (mean)
-            for (int32_t i = 0; i < d; i++) to[i] = from[i] + rows->row_sum[r] * mean[i];
-        else
-            memcpy(to, from, sizeof(float) * (size_t)d);
+        const float *turned = out + (size_t)r * (size_t)d, *plain = near->acc + (size_t)r * (size_t)d;
+        /* What is not there is left out, not added as zeros: a row's bits do not depend on its block. */
+        bool history = row_saw(far, r);
+        memcpy(to, history ? turned : plain, sizeof(float) * (size_t)d);
+        for (int32_t i = 0; i < d && history && row_saw(near, r); i++) to[i] += plain[i];
+        for (int32_t i = 0; i < d && mean; i++) to[i] += near->row_sum[r] * mean[i];
     }
 }
 
-/* A partial result: [n_rows] maxima, [n_rows] sums, [n_rows, d] values. */
-static float *partial_at(const oscar_cache *cache, const step_block *block, int32_t piece, int32_t head) {
+/* A partial result: [history, BF16 rows] of [n_rows] maxima, [n_rows] sums, [n_rows, d] values. */
+static item_rows partial_rows(const oscar_cache *cache, const step_block *block, int32_t piece, int32_t head, const item_rows *like) {
     int32_t heads = cache->layers[cache->step.layer].shape.n_kv_heads;
-    return cache->step.partial + (size_t)(block->partial + piece * heads + head) * cache->partial_floats;
-}
-
-/* Rows that live in a partial result. */
-static attn_rows partial_rows(const attn_rows *like, float *partial) {
-    attn_rows rows = *like;
-    rows.row_max = partial;
-    rows.row_sum = partial + rows.n_rows;
-    rows.acc = partial + 2 * rows.n_rows;
-    return rows;
+    float *at = cache->step.partial + (size_t)(block->partial + piece * heads + head) * cache->partial_floats;
+    item_rows partial = *like;
+    place_rows(&partial, like->of[0].n_rows, (float *[2]){at, at + cache->partial_floats / 2});
+    return partial;
 }
 
 /* rows += more, which lies behind it. */
@@ -318,7 +412,7 @@ static void merge_rows(attn_rows *rows, const attn_rows *more) {
         float ours = rows->row_max[r], theirs = more->row_max[r];
         if (theirs == -INFINITY) continue;
         float max = ours > theirs ? ours : theirs;
-        float a = ours == -INFINITY ? 0.0f : expf(ours - max), b = expf(theirs - max);
+        float a = share_of(ours, max), b = expf(theirs - max);
         const float *from = more->acc + (size_t)r * (size_t)d;
         float *to = rows->acc + (size_t)r * (size_t)d;
         for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
@@ -327,33 +421,36 @@ static void merge_rows(attn_rows *rows, const attn_rows *more) {
     }
 }
 
+static void store_partial(const item_rows *item, item_rows *partial) {
+    size_t n = (size_t)item->of[0].n_rows, d = (size_t)item->of[0].head_dim;
+    for (int k = 0; k < 2; k++) {
+        memcpy(partial->of[k].row_max, item->of[k].row_max, sizeof(float) * n);
+        memcpy(partial->of[k].row_sum, item->of[k].row_sum, sizeof(float) * n);
+        if (item->begun[k]) memcpy(partial->of[k].acc, item->of[k].acc, sizeof(float) * n * d);
+    }
+}
+
 /* One piece of a shared block; whoever is last merges all, in order. */
 static void attend_piece(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece, int32_t begin,
-                         int32_t end, attn_rows *rows, thread_scratch *scratch) {
+                         int32_t end, item_rows *item, thread_scratch *scratch) {
     step_state *s = &cache->step;
-    attend_pages(cache, block, head, begin, end, rows, scratch);
-    attn_rows partial = partial_rows(rows, partial_at(cache, block, piece, head));
-    size_t n = (size_t)rows->n_rows;
-    memcpy(partial.row_max, rows->row_max, sizeof(float) * n);
-    memcpy(partial.row_sum, rows->row_sum, sizeof(float) * n);
-    memcpy(partial.acc, rows->acc, sizeof(float) * n * (size_t)rows->head_dim);
+    attend_pages(cache, block, head, begin, end, item, scratch);
+    item_rows partial = partial_rows(cache, block, piece, head, item);
+    store_partial(item, &partial);
     if (atomic_fetch_add(&s->arrived[block->partial + head], 1) + 1 < block->n_pieces) return;
-    clear_rows(rows);
+    clear_rows(item);
     for (int32_t k = 0; k < block->n_pieces; k++) {
-        partial = partial_rows(rows, partial_at(cache, block, k, head));
-        merge_rows(rows, &partial);
+        partial = partial_rows(cache, block, k, head, item);
+        for (int i = 0; i < 2; i++) merge_rows(&item->of[i], &partial.of[i]);
     }
-    write_rows(cache, block, head, rows, scratch);
+    write_rows(cache, block, head, item, scratch);
 }
 
 static void attend_item(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece,
                         thread_scratch *scratch) {
-    attn_rows rows = make_rows(cache, block, scratch), total = partial_rows(&rows, scratch->total);
-    if (cache->step.queries_turned)
-        take_queries(cache, head, &rows, scratch);
-    else
-        rotate_queries(cache, block, head, rows.n_rows, rows.q, rows.q_dim, scratch->q_bias, scratch);
-    begin_pages(cache, block, head, &rows, scratch);
+    item_rows item = make_rows(cache, block, scratch), total = item;
+    place_rows(&total, ATTN_ROWS_MAX, scratch->total);
+    begin_pages(cache, block, head, &item, scratch);
     int32_t last = block->shared ? piece + 1 : block->n_pieces;
     if (block->n_pieces > 1 && !block->shared) clear_rows(&total);
     for (; piece < last; piece++) {
@@ -361,16 +458,17 @@ static void attend_item(oscar_cache *cache, const step_block *block, int32_t hea
         if (begin < block->page_begin) begin = block->page_begin;
         if (end > block->page_end) end = block->page_end;
         if (block->shared) {
-            attend_piece(cache, block, head, piece, begin, end, &rows, scratch);
+            attend_piece(cache, block, head, piece, begin, end, &item, scratch);
             break;
         }
-        attend_pages(cache, block, head, begin, end, &rows, scratch);
+        attend_pages(cache, block, head, begin, end, &item, scratch);
         if (block->n_pieces == 1) break;
-        merge_rows(&total, &rows);
-        clear_rows(&rows);
+        for (int k = 0; k < 2; k++) merge_rows(&total.of[k], &item.of[k]);
+        clear_rows(&item);
     }
     if (scratch->decode_ops && scratch->decode_ops->end) scratch->decode_ops->end(scratch->decode);
-    if (!block->shared) write_rows(cache, block, head, block->n_pieces > 1 ? &total : &rows, scratch);
+    if (block->shared) return;
+    write_rows(cache, block, head, block->n_pieces > 1 ? &total : &item, scratch);
 }
 
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {

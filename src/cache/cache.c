@@ -316,7 +316,6 @@ static void arrange_step(oscar_cache *cache, arena *a) {
         s->rows[side] = arena_take(a, chunk * rows, sizeof(uint16_t));
     }
     s->q = arena_take(a, queries, sizeof(float));
-    s->q_bias = arena_take(a, queries, sizeof(float));
     s->partial = arena_take(a, (size_t)cache->max_partials * cache->partial_floats, sizeof(float));
     s->arrived = arena_take(a, (size_t)cache->max_partials, sizeof(atomic_int));
     cache->seq_scratch = arena_take(a, seqs, sizeof(int32_t));
@@ -325,9 +324,13 @@ static void arrange_step(oscar_cache *cache, arena *a) {
     for (size_t i = 0; i < seqs; i++) {
         int32_t *history = arena_take(a, (size_t)cache->max_pages, sizeof(int32_t));
         int32_t *overlay = arena_take(a, (size_t)cache->max_pages, sizeof(int32_t));
+        int32_t *coded = arena_take(a, (size_t)cache->n_layers, sizeof(int32_t));
+        float *waiting = arena_take(a, cache->waiting_floats, sizeof(float));
         if (!a->base) continue;
         cache->seqs[i].history = history;
         cache->seqs[i].overlay = overlay;
+        cache->seqs[i].coded = coded;
+        cache->seqs[i].waiting = cache->waiting_floats ? waiting : NULL;
     }
 }
 
@@ -335,12 +338,12 @@ static thread_scratch arrange_thread(arena *a, size_t d, size_t q_dim) {
     thread_scratch t;
     t.keys = arena_take(a, q_dim * OSCAR_PAGE_TOKENS, sizeof(float));
     t.values = arena_take(a, d * OSCAR_PAGE_TOKENS, sizeof(float));
-    t.q = arena_take(a, ATTN_ROWS_MAX * q_dim, sizeof(float));
+    for (int i = 0; i < 2; i++) {
+        t.q[i] = arena_take(a, ATTN_ROWS_MAX * q_dim, sizeof(float));
+        t.sums[i] = arena_take(a, ATTN_ROWS_MAX * (d + 2), sizeof(float));
+        t.total[i] = arena_take(a, ATTN_ROWS_MAX * (d + 2), sizeof(float));
+    }
     t.q_bias = arena_take(a, ATTN_ROWS_MAX, sizeof(float));
-    t.row_max = arena_take(a, ATTN_ROWS_MAX, sizeof(float));
-    t.row_sum = arena_take(a, ATTN_ROWS_MAX, sizeof(float));
-    t.acc = arena_take(a, ATTN_ROWS_MAX * d, sizeof(float));
-    t.total = arena_take(a, ATTN_ROWS_MAX * (d + 2), sizeof(float));
     t.out = arena_take(a, ATTN_ROWS_MAX * d, sizeof(float));
     t.logits = arena_take(a, ATTN_ROWS_MAX * OSCAR_PAGE_TOKENS, sizeof(float));
     t.far = arena_take(a, ATTN_ROWS_MAX, sizeof(uint64_t));
@@ -350,7 +353,6 @@ static thread_scratch arrange_thread(arena *a, size_t d, size_t q_dim) {
     t.sines = arena_take(a, q_dim, sizeof(float));
     t.decode = arena_take(a, 1, sizeof(attn_decode));
     t.rows = arena_take(a, CODEC_LANES * d, sizeof(float));
-    t.rotated = arena_take(a, CODEC_LANES * d, sizeof(float));
     return t;
 }
 
@@ -372,7 +374,7 @@ static void size_partials(oscar_cache *cache) {
     int64_t pieces = piece_of(cache->max_pages - 1) + 1, most = 1;
     for (int32_t i = 0; i < cache->n_layers; i++) {
         const cache_layer *l = &cache->layers[i];
-        size_t floats = (size_t)step_short_rows(l->group) * ((size_t)l->shape.head_dim + 2);
+        size_t floats = 2 * (size_t)step_short_rows(l->group) * ((size_t)l->shape.head_dim + 2);
         if (floats > cache->partial_floats) cache->partial_floats = floats;
         if (runs * pieces * l->shape.n_kv_heads > most) most = runs * pieces * l->shape.n_kv_heads;
     }
@@ -385,6 +387,9 @@ static bool make_scratch(oscar_cache *cache) {
         size_t d = (size_t)l->shape.head_dim, q_dim = d + 2 * (size_t)l->n_tracked;
         if (d > cache->max_head_dim) cache->max_head_dim = d;
         if (q_dim > cache->max_q_dim) cache->max_q_dim = q_dim;
+        if (!cache_codes_wait(cache)) continue;
+        cache->layers[i].waiting_offset = cache->waiting_floats;
+        cache->waiting_floats += CODEC_LANES * 2 * (size_t)l->shape.n_kv_heads * d;
     }
     size_partials(cache);
     arena measure = {NULL, 0};

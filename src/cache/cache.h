@@ -78,13 +78,14 @@ typedef struct page_index {
 typedef struct cache_seq {
     int64_t length;
     int64_t n_reserved; /* tokens past length that have history pages */
-    int64_t n_pending;  /* last rows that have no codes yet, BF16 rows alone: see step.c */
     int64_t recent_low; /* overlay rows are valid from here on, and below the sink */
     int64_t known_end;  /* token ids are known of [0, known_end), past `length` while appending */
     int64_t pure_end;   /* tokens from here on saw fewer BF16 rows than the contract says */
     uint64_t salt;      /* what else the rows depend on */
     int32_t *history;   /* [max_pages] page numbers */
     int32_t *overlay;   /* [max_pages] or NO_PAGE */
+    int32_t *coded;     /* [n_layers] rows below have codes; those up to `length` wait for others: see step.c */
+    float *waiting;     /* the rows that wait, see waiting_row(); NULL: none ever does */
 } cache_seq;
 
 /* cos and sin of p inv_freq for every page start p = 64 b and every slot p = 0..63. */
@@ -105,6 +106,7 @@ typedef struct cache_layer {
     size_t history_value_offset;   /* of the values, from the head's start */
     size_t overlay_offset;         /* keys, then values, bf16: page_bf16_at() */
     size_t overlay_head_bytes;
+    size_t waiting_offset;         /* floats, see waiting_row() */
     int32_t rope;                  /* index of the rope_table */
     const rotations_layer *fit;    /* NULL in exact mode */
     row_codec *k_codec, *v_codec;  /* [n_kv_heads] */
@@ -148,12 +150,10 @@ static inline int32_t piece_of(int32_t page) {
 typedef struct thread_scratch {
     float *keys;      /* [d + 2 n_tracked][64] */
     float *values;    /* [64][d] */
-    float *q;         /* [ATTN_ROWS_MAX, d + 2 n_tracked] */
+    float *q[2];      /* [ATTN_ROWS_MAX, d + 2 n_tracked] for the history and for BF16 rows: see attend.c */
     float *q_bias;    /* [ATTN_ROWS_MAX] */
-    float *row_max;   /* [ATTN_ROWS_MAX] */
-    float *row_sum;   /* [ATTN_ROWS_MAX] */
-    float *acc;       /* [ATTN_ROWS_MAX, d] */
-    float *total;     /* [ATTN_ROWS_MAX, d + 2] of the pieces before: maxima, sums, values */
+    float *sums[2];   /* [ATTN_ROWS_MAX, d + 2] of each: maxima, sums, values */
+    float *total[2];  /* the same of the pieces before */
     float *out;       /* [ATTN_ROWS_MAX, d] */
     float *logits;    /* [ATTN_ROWS_MAX, 64] */
     uint64_t *far, *near; /* [ATTN_ROWS_MAX] masks */
@@ -162,7 +162,6 @@ typedef struct thread_scratch {
     attn_decode *decode;
     const attn_decode_ops *decode_ops; /* of the block in hand; NULL: its pages go through floats */
     float *rows;      /* [CODEC_LANES, d] */
-    float *rotated;   /* [CODEC_LANES, d] */
 } thread_scratch;
 
 typedef struct step_state {
@@ -181,11 +180,10 @@ typedef struct step_state {
     int32_t *item_piece; /* of the block's, 0 where it is not shared */
     uint8_t *codes[2];     /* keys, values: [n_tokens, n_kv_heads, head_dim] */
     uint16_t *params[2];   /* [n_tokens, n_kv_heads, n_groups, 2] */
-    uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, rotated residuals */
-    bool queries_turned;   /* of a step of one token, together with its keys: */
+    uint16_t *rows[2];     /* [n_tokens, n_kv_heads, head_dim] bf16, what is left without the means */
+    bool queries_turned;   /* of a step of one token that sees some of the history, together with its keys: */
     float *q;              /* [n_q_heads, head_dim] rotated */
-    float *q_bias;         /* [n_q_heads] products with the keys' mean */
-    float *partial;        /* [n_partials][group rows][head_dim + 2] */
+    float *partial;        /* [n_partials][history, BF16 rows][group rows][head_dim + 2] */
     atomic_int *arrived;   /* [n_partials] at a block's first partial and head: pieces that are done */
     atomic_int bad_token;  /* first token with NaN or infinity, or n_tokens */
     /* Written by all threads, so on cache lines of their own: */
@@ -219,6 +217,7 @@ struct oscar_cache {
     void *scratch; /* step arrays */
     int32_t max_partials; /* of the short runs of all sequences, while they are no more than 4096 */
     size_t partial_floats; /* floats of one partial */
+    size_t waiting_floats; /* of a sequence's rows that wait; 0: none ever does */
     int32_t max_items;
     size_t max_head_dim, max_q_dim; /* over the layers */
     uint64_t geometry_hash, fit_hash; /* of what a saved sequence depends on, see save.c */
@@ -278,22 +277,24 @@ int64_t seq_missing_rows(const oscar_cache *cache, const cache_seq *seq);
 int32_t step_short_rows(int32_t group);
 /* The parts of a step, see step.c. */
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
-void step_store_phase(oscar_cache *cache, thread_scratch *scratch);
+void step_store_phase(oscar_cache *cache);
 void step_kivi_phase(oscar_cache *cache);
 void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
+/* Whether a query of the first block sees something of the history. */
+bool step_sees_history(const oscar_cache *cache);
 /* Turns the queries of one KV head of a step of one token. */
 void step_turn_queries(oscar_cache *cache, int32_t head, thread_scratch *scratch);
 /* The scratch of a thread for a layer. */
 thread_scratch step_scratch(const oscar_cache *cache, int32_t thread);
 
-/* Gives the pending rows of a sequence their codes, which does not change what anybody sees: for who reads
+/* Gives the waiting rows of a sequence their codes, which does not change what anybody sees: for who reads
  * pages that are not full. No step may be in flight. */
 void cache_settle_codes(const oscar_cache *cache, int32_t seq);
 /* Whether rows wait for others before they get codes: no query may see them quantised meanwhile. */
 static inline bool cache_codes_wait(const oscar_cache *cache) {
     return !cache_is_exact(cache) && cache->options.recent >= CODEC_LANES;
 }
-/* Rows below this have codes when the sequence is `length` long, more after a rollback. */
+/* Rows below this have codes when the sequence is `length` long; more, where a prompt or a rollback ends. */
 static inline int64_t cache_coded(int64_t length) { return length / CODEC_LANES * CODEC_LANES; }
 
 /* Positions of page b that the query at t sees in BF16 and in the history. */
@@ -304,6 +305,12 @@ void cache_masks(const oscar_cache *cache, const cache_seq *seq, int32_t window,
 static inline bool cache_is_whole(const oscar_cache *cache, int64_t recent_low, int32_t b) {
     int64_t first = (int64_t)b * OSCAR_PAGE_TOKENS;
     return cache->has_overlay && (recent_low <= first || first + OSCAR_PAGE_TOKENS <= cache->options.sink);
+}
+
+/* A row that waits for its codes, [head_dim] without the means: waiting [n_layers][16][n_kv_heads][2][head_dim]. */
+static inline float *waiting_row(const cache_layer *layer, const cache_seq *seq, int32_t head, int side, int64_t position) {
+    int64_t row = (position % CODEC_LANES * layer->shape.n_kv_heads + head) * 2 + side;
+    return seq->waiting + layer->waiting_offset + row * layer->shape.head_dim;
 }
 
 static inline uint8_t *layer_history(const cache_layer *layer, uint8_t *page, int32_t head) {

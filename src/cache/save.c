@@ -19,7 +19,7 @@
 #include "cache/cache.h"
 
 #define SAVED_MAGIC 0x31514553u /* "SEQ1" */
-#define SAVED_VERSION 2u
+#define SAVED_VERSION 3u /* before 3 BF16 rows were turned */
 
 typedef struct saved_header {
     uint32_t magic;
@@ -311,6 +311,9 @@ static oscar_status read_header(const void *data, size_t bytes, saved_header *h,
     if (h->version < 1 || h->version > SAVED_VERSION)
         return error_set(error, OSCAR_ERROR_UNSUPPORTED, 4, "saved sequence of version %u, this build reads 1 to %u", h->version,
                          SAVED_VERSION);
+    if (h->version < 3 && h->kv_type != OSCAR_KV_F32)
+        return error_set(error, OSCAR_ERROR_UNSUPPORTED, 4, "saved sequence of version %u, whose BF16 rows are in another basis: "
+                         "compute it again", h->version);
     if (h->bytes > bytes || h->bytes < header_bytes(h->version) + sizeof(uint64_t))
         return error_set(error, OSCAR_ERROR_FORMAT, 8, "saved sequence is cut: %llu bytes of %llu",
                          (unsigned long long)bytes, (unsigned long long)h->bytes);
@@ -483,6 +486,7 @@ static oscar_status restore(oscar_cache *cache, int32_t seq, const saved_seq *sa
     memcpy(s->history, found, (size_t)n_shared * sizeof *found);
     for (int32_t b = n_shared; b < n_pages; b++) s->history[b] = cache_take_history(cache);
     s->length = h->n_tokens;
+    for (int32_t i = 0; i < cache->n_layers; i++) s->coded[i] = (int32_t)s->length;
     s->recent_low = restored_low(cache, h);
     oscar_status status = restore_overlay(cache, s, donor, n_shared, error);
     if (status) {

@@ -105,11 +105,10 @@ oscar_status oscar_seq_advance(oscar_cache *cache, int32_t seq, int64_t n_new, o
     if (n_new < 0 || n_new > s->n_reserved)
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "advance by %lld, %lld are reserved",
                          (long long)n_new, (long long)s->n_reserved);
-    int64_t coded = s->length - s->n_pending;
     s->length += n_new;
     s->n_reserved -= n_new;
-    if (coded < cache_coded(s->length)) coded = cache_coded(s->length);
-    s->n_pending = cache_codes_wait(cache) ? s->length - coded : 0;
+    for (int32_t i = 0; i < cache->n_layers; i++) /* of rows that no step brought too */
+        if (s->coded[i] < cache_coded(s->length)) s->coded[i] = (int32_t)cache_coded(s->length);
     share_completed(cache, s, s->length - n_new, s->length);
     if (!cache->has_overlay) return OSCAR_OK;
 
@@ -160,12 +159,6 @@ void seq_settle(oscar_cache *cache, cache_seq *s) {
     if (s->pure_end >= s->length) s->pure_end = seq_missing_rows(cache, s) > 0 ? s->length : INT64_MAX;
 }
 
-/* Of the first n rows. */
-static int64_t pending_below(const cache_seq *s, int64_t n) {
-    int64_t coded = s->length - s->n_pending;
-    return n > coded ? n - coded : 0;
-}
-
 oscar_status oscar_seq_truncate(oscar_cache *cache, int32_t seq, int64_t n, int64_t *n_missing,
                                 oscar_error *error) {
     oscar_status status = check_seq(cache, seq, error);
@@ -175,7 +168,8 @@ oscar_status oscar_seq_truncate(oscar_cache *cache, int32_t seq, int64_t n, int6
         return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "truncate to %lld, the length is %lld",
                          (long long)n, (long long)s->length);
     release_beyond(cache, s, n);
-    s->n_pending = pending_below(s, n);
+    for (int32_t i = 0; i < cache->n_layers; i++)
+        if (s->coded[i] > n) s->coded[i] = (int32_t)n;
     s->length = n;
     s->n_reserved = 0;
     seq_settle(cache, s);
@@ -193,6 +187,16 @@ int32_t seq_own_pages(const oscar_cache *cache, const cache_seq *s) {
     for (int32_t b = 0; b < cache->max_pages; b++)
         own += s->history[b] != NO_PAGE && cache->history.refs[s->history[b]] == 1;
     return own;
+}
+
+/* Of the first n rows, what has codes and what waits for them. */
+static void fork_codes(const oscar_cache *cache, cache_seq *to, const cache_seq *from, int32_t n) {
+    bool waits = false;
+    for (int32_t i = 0; i < cache->n_layers; i++) {
+        to->coded[i] = from->coded[i] < n ? from->coded[i] : n;
+        waits |= from->coded[i] < n;
+    }
+    if (waits) memcpy(to->waiting, from->waiting, cache->waiting_floats * sizeof(float));
 }
 
 static void fork_pages(page_pool *pool, int32_t *dst, const int32_t *src, int32_t n_pages) {
@@ -221,7 +225,7 @@ oscar_status oscar_seq_fork(oscar_cache *cache, int32_t dst, int32_t src, int64_
     fork_pages(&cache->history, to->history, from->history, pages_for(n));
     if (cache->has_overlay) fork_pages(&cache->overlay, to->overlay, from->overlay, pages_for(n));
     to->length = n;
-    to->n_pending = pending_below(from, n);
+    fork_codes(cache, to, from, (int32_t)n);
     to->recent_low = from->recent_low;
     to->known_end = from->known_end;
     to->pure_end = from->pure_end;

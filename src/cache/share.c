@@ -258,6 +258,7 @@ oscar_status oscar_seq_attach_prefix(oscar_cache *cache, int32_t seq, const int3
         pool_ref(&cache->overlay, overlay);
     }
     s->length = s->recent_low = s->known_end = (int64_t)n * OSCAR_PAGE_TOKENS;
+    for (int32_t i = 0; i < cache->n_layers; i++) s->coded[i] = (int32_t)s->length;
     seq_settle(cache, s);
     cache->index.n_hits += n;
     cache->index.n_attached += s->length;

@@ -5,15 +5,18 @@
  * barrier lies between phases: 1 quantise 16 tokens of one head and side; 2 store a page's run of
  * rows (one owner a page side: value rows share bytes); 3 attend, where whoever finishes the last
  * piece of shared pages merges them in order. A step of at most 16 tokens stores where it quantises:
- * a decoded token meets one barrier. Its queries are turned with its keys, once for all pieces of its
- * pages: the rotation, which no L2 holds for all layers, is read once. No result depends on which thread took a piece.
+ * a decoded token meets one barrier. Its queries are turned before it, once for all pieces of its
+ * pages. No result depends on which thread took a piece.
  *
- * Codes are made of the BF16 rows. While a row is in everybody's recent window nobody reads its codes,
- * so a short step leaves rows pending until sixteen positions, aligned to sixteen, are complete: LDLQ
- * takes a third of the time a row for sixteen together. Codes do not depend on when they are made.
+ * BF16 rows lie as they come, without the means; only codes are in the rotated basis. While a row is in
+ * everybody's recent window nobody reads its codes, so a short step leaves rows, as floats, waiting until
+ * sixteen positions, aligned to sixteen, are complete: rotation and metric, which no L2 holds for all
+ * layers, are read once for sixteen, and LDLQ takes a third of the time a row. Codes do not depend on when
+ * they are made.
  */
 #include "cache/cache.h"
 
+#include <float.h>
 #include <math.h>
 
 /* Query tokens of a sequence up to which threads share its pages. */
@@ -83,6 +86,8 @@ static oscar_status plan_appends(oscar_cache *cache, oscar_error *error) {
         start += count;
         cache->seq_next[q] = (int32_t)cache->seqs[q].length;
         if (count && cache->seqs[q].known_end > cache->seqs[q].length) cache->seqs[q].known_end = cache->seqs[q].length;
+        int32_t *coded = &cache->seqs[q].coded[s->layer]; /* past the end: of a step that was not counted in */
+        if (count && *coded > cache->seqs[q].length) *coded = (int32_t)cache->seqs[q].length;
     }
     for (int32_t t = 0; t < in->n_tokens; t++) {
         int32_t begin = in->seq_offsets ? in->seq_offsets[t] : t, end = in->seq_offsets ? in->seq_offsets[t + 1] : t + 1;
@@ -196,7 +201,7 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
     if (!status) status = plan_segments(cache, error);
     if (status) return status;
     plan_blocks(cache);
-    s->queries_turned = step->n_tokens == 1 && !cache_is_exact(cache);
+    s->queries_turned = step->n_tokens == 1 && !cache_is_exact(cache) && step_sees_history(cache);
     for (int i = 0; i < 3; i++) atomic_store(&s->next[i].count, 0);
     atomic_store(&s->bad_token, step->n_tokens);
     spin_barrier_init(&s->barrier);
@@ -204,17 +209,21 @@ oscar_status oscar_step_prepare(oscar_cache *cache, int32_t layer, const oscar_s
     return OSCAR_OK;
 }
 
+/* Whether the step stores rows where it quantises them. */
+static bool stores_at_once(const oscar_cache *cache) {
+    return !cache_is_exact(cache) && cache->step.in.n_tokens <= CODEC_LANES;
+}
+
 void oscar_step_run(oscar_cache *cache, int32_t ith, int32_t n_threads) {
     step_state *s = &cache->step;
     thread_scratch scratch = step_scratch(cache, ith % CACHE_MAX_THREADS);
-    bool works = ith < CACHE_MAX_THREADS, quantised = cache->options.kv_type != OSCAR_KV_F32;
-    bool at_once = quantised && !cache->baseline_kivi && s->in.n_tokens <= CODEC_LANES;
-    if (quantised || cache->baseline_kivi) {
+    bool works = ith < CACHE_MAX_THREADS, at_once = stores_at_once(cache);
+    if (cache->options.kv_type != OSCAR_KV_F32 || cache->baseline_kivi) {
         if (works) step_append_phase(cache, &scratch, at_once);
         spin_barrier_wait(&s->barrier, n_threads);
     }
     if (!at_once) {
-        if (works) step_store_phase(cache, &scratch);
+        if (works) step_store_phase(cache);
         spin_barrier_wait(&s->barrier, n_threads);
     }
     if (cache->baseline_kivi) {
@@ -228,6 +237,12 @@ oscar_status oscar_step_finish(oscar_cache *cache, oscar_error *error) {
     step_state *s = &cache->step;
     if (!s->active) return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "no step is in flight");
     s->active = false;
+    bool wait = stores_at_once(cache) && cache_codes_wait(cache);
+    for (int32_t i = 0; i < s->n_segments; i++) {
+        cache_seq *seq = &cache->seqs[s->segments[i].seq];
+        int64_t end = cache->seq_next[s->segments[i].seq], coded = wait ? cache_coded(end) : end;
+        if (seq->coded[s->layer] < coded) seq->coded[s->layer] = (int32_t)coded;
+    }
     int bad = atomic_load(&s->bad_token);
     if (bad < s->in.n_tokens)
         return error_set(error, OSCAR_ERROR_NOT_FINITE, bad, "token %d: NaN or infinity in the keys or values of layer %d",
@@ -286,8 +301,18 @@ static void note_bad(step_state *s, int32_t token) {
     while (token < seen && !atomic_compare_exchange_weak(&s->bad_token, &seen, token)) {}
 }
 
-/* Quantises tokens [first, first + count) of one head and side into the step's arrays, which are
- * [n_kv_heads, n_tokens, ...]; later: only turns them. */
+/* Whether a row has NaN, infinity, or numbers whose sums might be. */
+static bool is_bad(int32_t d, const float *row) {
+    uint32_t most = 0;
+    for (int32_t i = 0; i < d; i++) {
+        uint32_t bits = float_bits(row[i]) & 0x7fffffffu;
+        if (bits > most) most = bits;
+    }
+    return !(bits_float(most) < FLT_MAX / (2 * OSCAR_MAX_HEAD_DIM));
+}
+
+/* Takes tokens [first, first + count) of one head and side into scratch->rows, and quantises them into the step's
+ * arrays, which are [n_kv_heads, n_tokens, ...], unless that is for later. */
 static void append_rows(oscar_cache *cache, thread_scratch *scratch, int side, int32_t head, int32_t first,
                         int32_t count, bool later) {
     step_state *s = &cache->step;
@@ -305,19 +330,18 @@ static void append_rows(oscar_cache *cache, thread_scratch *scratch, int side, i
             for (int32_t j = 0; j < d; j++) row[j] -= layer->fit->v_mean[head * d + j];
     }
     size_t at = (size_t)head * (size_t)s->in.n_tokens + (size_t)first;
-    uint8_t *codes = later ? NULL : s->codes[side] + at * (size_t)d;
-    uint16_t *params = later ? NULL : s->params[side] + at * (size_t)groups * 2;
-    uint32_t bad = codec_quantize_rows(codec, count, scratch->rows, d, scratch->rotated, codes, params);
     for (int32_t i = 0; i < count; i++) {
         uint16_t *out = s->rows[side] + (at + (size_t)i) * (size_t)d;
-        const float *row = scratch->rotated + (size_t)i * (size_t)d;
-        if (bad >> i & 1) {
+        float *row = scratch->rows + (size_t)i * (size_t)d;
+        if (is_bad(d, row)) {
             note_bad(s, first + i);
-            memset(out, 0, sizeof(uint16_t) * (size_t)d);
-            continue;
+            memset(row, 0, sizeof(float) * (size_t)d);
         }
         for (int32_t j = 0; j < d; j++) out[j] = bf16_from_float(row[j]);
     }
+    if (later) return;
+    codec_quantize_rows(codec, count, scratch->rows, d, NULL, s->codes[side] + at * (size_t)d,
+                        s->params[side] + at * (size_t)groups * 2);
 }
 
 /* ----------------------------------------------------------------------------------------- store */
@@ -379,82 +403,83 @@ static void put_overlay(const oscar_cache *cache, const step_segment *segment, i
     }
 }
 
-/* The rows of a segment, one head and side; later: no codes. */
-static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side, bool later) {
+/* The rows of a segment, one head and side. */
+static void store_rows(const oscar_cache *cache, const step_segment *segment, int32_t head, int side) {
     bool exact = cache_is_exact(cache);
     for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
         if (exact)
             put_exact(cache, segment, head, side, i);
-        else if (!later)
+        else
             put_quantised(cache, segment, head, side, i);
         if (cache->has_overlay) put_overlay(cache, segment, head, side, i);
     }
 }
 
-/* Codes of `count` rows of a sequence from position `first` on, in one tile of sixteen positions. */
+/* Codes of the waiting rows [first, end) of a sequence, of one tile of sixteen positions. */
 static void code_tile(const oscar_cache *cache, const cache_layer *layer, const cache_seq *seq, int32_t head, int side,
-                      int64_t first, int32_t count, thread_scratch *scratch) {
+                      int64_t first, int64_t end) {
     int32_t d = layer->shape.head_dim, b = (int32_t)(first / OSCAR_PAGE_TOKENS), slot = (int32_t)(first % OSCAR_PAGE_TOKENS);
+    int32_t count = (int32_t)(end - first);
     uint8_t codes[CODEC_LANES * OSCAR_MAX_HEAD_DIM];      /* [count, d] */
     uint16_t params[CODEC_LANES * CODEC_MAX_GROUPS * 2]; /* [count, n_groups, 2] */
-    uint8_t *overlay = pool_page(&cache->overlay, seq->overlay[b]);
-    const uint16_t *rows = side == 0 ? layer_overlay_keys(layer, overlay, head) : layer_overlay_values(layer, overlay, head);
-    for (int32_t i = 0; i < count; i++)
-        for (int32_t j = 0; j < d; j++)
-            scratch->rows[i * d + j] = bf16_to_float(rows[page_bf16_at(side == 0 ? PAGE_KEY : PAGE_VALUE, d, slot + i, j)]);
-    row_codec codec = side == 0 ? layer->k_codec[head] : layer->v_codec[head];
-    codec.rotation = NULL; /* they are turned */
-    codec_quantize_rows(&codec, count, scratch->rows, d, NULL, codes, params);
+    const row_codec *codec = side == 0 ? &layer->k_codec[head] : &layer->v_codec[head];
+    codec_quantize_rows(codec, count, waiting_row(layer, seq, head, side, first), (int64_t)layer->shape.n_kv_heads * 2 * d, NULL,
+                        codes, params);
     const page_side *layout = side == 0 ? &layer->k_side : &layer->v_side;
     uint8_t *page = layer_history(layer, pool_page(&cache->history, seq->history[b]), head) + (side ? layer->history_value_offset : 0);
     for (int32_t i = 0; i < count; i++)
         page_put_row(layout, page, slot + i, codes + i * d, params + i * layout->n_groups * 2);
 }
 
-/* Codes of the pending rows, and of new ones, below `end`. */
-static void code_rows(const oscar_cache *cache, const cache_layer *layer, const cache_seq *seq, int32_t head, int side,
-                      int64_t end, thread_scratch *scratch) {
-    for (int64_t at = seq->length - seq->n_pending; at < end;) {
-        int64_t stop = cache_coded(at) + CODEC_LANES;
-        if (stop > end) stop = end;
-        code_tile(cache, layer, seq, head, side, at, (int32_t)(stop - at), scratch);
-        at = stop;
+void cache_settle_codes(const oscar_cache *cache, int32_t seq) {
+    cache_seq *s = &cache->seqs[seq];
+    for (int32_t i = 0; i < cache->n_layers; i++) {
+        if (s->coded[i] >= s->length) continue;
+        for (int32_t h = 0; h < 2 * cache->layers[i].shape.n_kv_heads; h++)
+            code_tile(cache, &cache->layers[i], s, h / 2, h % 2, s->coded[i], s->length);
+        s->coded[i] = (int32_t)s->length;
     }
 }
 
-void cache_settle_codes(const oscar_cache *cache, int32_t seq) {
-    cache_seq *s = &cache->seqs[seq];
-    thread_scratch scratch = step_scratch(cache, 0);
-    for (int32_t i = 0; i < cache->n_layers && s->n_pending > 0; i++)
-        for (int32_t h = 0; h < 2 * cache->layers[i].shape.n_kv_heads; h++)
-            code_rows(cache, &cache->layers[i], s, h / 2, h % 2, s->length, &scratch);
-    s->n_pending = 0;
-}
-
-/* The rows that are pending share a tile with the first new ones, so they have the same owner. */
-void step_store_phase(oscar_cache *cache, thread_scratch *scratch) {
+/* The rows that wait share a tile with the first new ones, so they have the same owner. */
+void step_store_phase(oscar_cache *cache) {
     step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     int32_t heads = layer->shape.n_kv_heads, pieces = s->n_segments * heads * 2;
     for (int32_t w; (w = atomic_fetch_add(&s->next[1].count, 1)) < pieces;) {
         const step_segment *segment = &s->segments[w / (heads * 2)];
         const cache_seq *seq = &cache->seqs[segment->seq];
-        if (s->append_pos[segment->first] == seq->length)
-            code_rows(cache, layer, seq, w / 2 % heads, w % 2, seq->length, scratch);
-        store_rows(cache, segment, w / 2 % heads, w % 2, false);
+        if (s->append_pos[segment->first] == seq->length && seq->coded[s->layer] < seq->length)
+            code_tile(cache, layer, seq, w / 2 % heads, w % 2, seq->coded[s->layer], seq->length);
+        store_rows(cache, segment, w / 2 % heads, w % 2);
     }
 }
 
-/* All of a short step for one head and side: rows into the overlay, codes of the tiles that they complete. */
-static void store_short(const oscar_cache *cache, int32_t head, int side, thread_scratch *scratch) {
+/* The rows of a segment, which are in scratch->rows, one head and side: BF16 ones, and those that wait, of which a
+ * complete tile gets codes. */
+static void store_waiting(const oscar_cache *cache, const step_segment *segment, int32_t head, int side,
+                          const thread_scratch *scratch) {
     const step_state *s = &cache->step;
-    bool later = cache_codes_wait(cache);
-    for (int32_t i = 0; i < s->n_segments; i++) {
-        int32_t seq = s->segments[i].seq;
-        store_rows(cache, &s->segments[i], head, side, later);
-        if (later && (i + 1 == s->n_segments || s->segments[i + 1].seq != seq))
-            code_rows(cache, &cache->layers[s->layer], &cache->seqs[seq], head, side, cache_coded(cache->seq_next[seq]), scratch);
+    const cache_layer *layer = &cache->layers[s->layer];
+    const cache_seq *seq = &cache->seqs[segment->seq];
+    int32_t d = layer->shape.head_dim;
+    for (int32_t i = segment->first; i < segment->first + segment->count; i++) {
+        int64_t position = s->append_pos[i], first = cache_coded(position);
+        memcpy(waiting_row(layer, seq, head, side, position), scratch->rows + s->append_token[i] * d, sizeof(float) * (size_t)d);
+        put_overlay(cache, segment, head, side, i);
+        if (position + 1 < first + CODEC_LANES) continue;
+        code_tile(cache, layer, seq, head, side, seq->coded[s->layer] > first ? seq->coded[s->layer] : first, position + 1);
     }
+}
+
+/* All of a short step for one head and side. */
+static void store_short(const oscar_cache *cache, int32_t head, int side, const thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    for (int32_t i = 0; i < s->n_segments; i++)
+        if (cache_codes_wait(cache))
+            store_waiting(cache, &s->segments[i], head, side, scratch);
+        else
+            store_rows(cache, &s->segments[i], head, side);
 }
 
 /* Keys first: they take longest. */
