@@ -467,13 +467,14 @@ template <int D, int THREADS, bool STAGED> static AppendPlan plan_settle() {
 
 static int groups_of(const AppendPlan &plan, int n_rows) { return (n_rows + plan.n_rows - 1) / plan.n_rows; }
 
-/* A row a lane, made of the overlay: when so many rows occupy a quarter of the multiprocessors. */
+/* A row a lane, made of the overlay: when so many rows occupy a quarter of the multiprocessors. Keys with a metric feed
+ * errors back, values have none: what calibration makes. */
 static bool plan_lanes(const oscar_cuda_layer *layer, int n_rows, AppendPlan *plan, AppendParams *p) {
-    const int words = LanesShape::WORDS + (layer->v_metric_lanes ? LAYOUT_LANES_METRIC_FLOATS : 0);
-    *plan = {code_lanes_kernel, 64 * LanesShape::SIDE_WARPS, LanesShape::ROWS, words * sizeof(uint32_t)};
+    *plan = {code_lanes_kernel, 64 * LanesShape::SIDE_WARPS, LanesShape::ROWS, LanesShape::WORDS * sizeof(uint32_t)};
     const int groups = groups_of(*plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
     p->side[0].n_ctas = p->side[1].n_ctas = groups < most || most < 1 ? groups : most; /* one has both sides */
-    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT &&
+    const bool metrics = !layer->v_metric && (layer->ldlq_k || !layer->k_metric);
+    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT && metrics &&
            4 * groups * layer->n_kv_heads >= layer->n_multiprocessors && plan->shared_bytes <= (size_t)layer->shared_max;
 }
 
@@ -516,7 +517,7 @@ static AppendParams params_of(const oscar_cuda_layer *layer, void *overlay_k, vo
         side.rotation = s ? layer->v_rotation : layer->k_rotation;
         side.mean = s ? layer->v_mean : layer->k_mean;
         side.metric = s ? layer->v_metric : layer->k_metric;
-        side.metric_lanes = s ? layer->v_metric_lanes : layer->k_metric_lanes;
+        side.feedback = s ? NULL : layer->k_feedback;
         side.bits = s ? layer->bits_v : layer->bits_k;
         side.ldlq = s ? 0 : layer->ldlq_k;
         side.gain = s ? layer->gain_v : layer->gain_k;

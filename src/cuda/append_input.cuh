@@ -13,7 +13,7 @@ struct AppendSide {
     const float *rotation; /* [H, d, d] or NULL */
     const float *mean;     /* [H, d] or NULL */
     const float *metric;   /* [H, layout_metric_floats()] or NULL */
-    const float *metric_lanes; /* [H, LAYOUT_LANES_METRIC_FLOATS] or NULL */
+    const float *feedback;     /* [H, LAYOUT_FEEDBACK_FLOATS] or NULL: keys of many rows */
     int bits, ldlq, gain, n_ctas; /* CTAs a head */
     float clip;
 };

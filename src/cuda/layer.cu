@@ -191,30 +191,59 @@ static void pack_metric(const float *b, const float *dg, int d, float *out) {
     }
 }
 
-/* See LanesMetric in append_lanes.cuh; tail: D, 1 B, <1, 1> as pack_metric() left them. */
-static void pack_lanes_metric(const float *b, const float *tail, float *out) {
-    for (int m = 0; m < 4; m++)
-        for (int i = 32 * m; i < 128; i++, out += 32) memcpy(out, b + (size_t)i * 128 + 32 * m, 32 * sizeof(float));
-    memcpy(out, tail, (128 + 128 + 4) * sizeof(float));
+/* Fragments of 16 x 16 channels of B from (i0, j0) on, times scale: fp16 numbers, then what is left of them. */
+static uint32_t *pack_feedback_piece(const float *b, int i0, int j0, float scale, uint32_t *out) {
+    for (int part = 0; part < 2; part++)
+        for (int lane = 0; lane < 32; lane++)
+            for (int reg = 0; reg < 4; reg++) {
+                uint32_t word = 0;
+                for (int e = 0; e < 2; e++) {
+                    const int i = i0 + 2 * (lane & 3) + 8 * (reg & 1) + e, j = j0 + 8 * (reg >> 1) + (lane >> 2);
+                    const float x = j <= i ? b[(size_t)i * 128 + j] * scale : 0;
+                    const __half number = __float2half_rn(x), rest = __float2half_rn(x - __half2float(number));
+                    word |= (uint32_t)__half_as_ushort(part ? rest : number) << (16 * e);
+                }
+                *out++ = word;
+            }
+    return out;
 }
 
-/* lanes: the other order, for head_dim 128. */
-static oscar_status upload_metric(float **to, float **lanes, const float *b, const float *dg, int n_heads, int d,
+/* See FeedbackMetric in append_feedback.cuh; tail: D, 1 B, <1, 1> as pack_metric() left them. */
+static void pack_feedback_metric(const float *b, const float *tail, float *out) {
+    float largest = 0;
+    for (int i = 0; i < 128; i++)
+        for (int j = 0; j <= i; j++) largest = fmaxf(largest, fabsf(b[(size_t)i * 128 + j]));
+    int exponent;
+    frexpf(largest, &exponent);
+    const float scale = ldexpf(1.0f, 14 - exponent); /* below 2^14 */
+    uint32_t *piece = (uint32_t *)out;
+    for (int k = 0; k < 8; k++)
+        for (int n = 0; n <= k; n++) piece = pack_feedback_piece(b, 16 * k, 16 * n, scale, piece);
+    out += 36 * 256;
+    for (int first = 0; first < 128; first += 16)
+        for (int i = 15; i > 0; i--)
+            for (int j = i - 1; j >= 0; j--) *out++ = b[(size_t)(first + i) * 128 + first + j];
+    memcpy(out, tail, (128 + 128 + 1) * sizeof(float));
+    out[257] = 1.0f / scale;
+}
+
+/* feedback: NULL, or the other order, for keys at head_dim 128. */
+static oscar_status upload_metric(float **to, float **feedback, const float *b, const float *dg, int n_heads, int d,
                                   const char *what, oscar_error *error) {
     if (!b || !dg) return OSCAR_OK;
-    const size_t floats = (size_t)layout_metric_floats(d), lane_floats = d == 128 ? LAYOUT_LANES_METRIC_FLOATS : 0;
-    float *packed = (float *)calloc((size_t)n_heads * (floats + lane_floats), sizeof(float));
+    const size_t floats = (size_t)layout_metric_floats(d), more = feedback && d == 128 ? LAYOUT_FEEDBACK_FLOATS : 0;
+    float *packed = (float *)calloc((size_t)n_heads * (floats + more), sizeof(float));
     if (!packed) return cuda_error_set(error, OSCAR_ERROR_MEMORY, "no memory for the metric of %d heads", n_heads);
-    float *for_lanes = packed + n_heads * floats;
+    float *for_feedback = packed + n_heads * floats;
     for (int h = 0; h < n_heads; h++) {
         float *out = packed + h * floats;
         pack_metric(b + (size_t)h * d * d, dg + (size_t)h * d, d, out);
-        if (lane_floats)
-            pack_lanes_metric(b + (size_t)h * d * d, out + layout_metric_rows(d) + d / 8 * 28, for_lanes + h * lane_floats);
+        if (more)
+            pack_feedback_metric(b + (size_t)h * d * d, out + layout_metric_rows(d) + d / 8 * 28, for_feedback + h * more);
     }
     oscar_status status = layer_upload((void **)to, packed, n_heads * floats * sizeof(float), what, error);
-    if (status == OSCAR_OK && lane_floats)
-        status = layer_upload((void **)lanes, for_lanes, n_heads * lane_floats * sizeof(float), what, error);
+    if (status == OSCAR_OK && more)
+        status = layer_upload((void **)feedback, for_feedback, n_heads * more * sizeof(float), what, error);
     free(packed);
     return status;
 }
@@ -235,11 +264,10 @@ static oscar_status upload_for_append(oscar_cuda_layer *layer, const oscar_cuda_
         oscar_status status = layer_upload((void **)a.to, a.from, a.n * sizeof(float), a.name, error);
         if (status != OSCAR_OK) return status;
     }
-    oscar_status status = upload_metric(&layer->k_metric, &layer->k_metric_lanes, o->k_metric_b, o->k_metric_d, o->n_kv_heads,
+    oscar_status status = upload_metric(&layer->k_metric, &layer->k_feedback, o->k_metric_b, o->k_metric_d, o->n_kv_heads,
                                         o->head_dim, "k_metric", error);
     if (status != OSCAR_OK) return status;
-    return upload_metric(&layer->v_metric, &layer->v_metric_lanes, o->v_metric_b, o->v_metric_d, o->n_kv_heads, o->head_dim,
-                         "v_metric", error);
+    return upload_metric(&layer->v_metric, NULL, o->v_metric_b, o->v_metric_d, o->n_kv_heads, o->head_dim, "v_metric", error);
 }
 
 oscar_status oscar_cuda_layer_create(oscar_cuda_layer **out, const oscar_cuda_layer_options *o,
@@ -306,8 +334,7 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);
     cudaFree(layer->k_metric);
-    cudaFree(layer->k_metric_lanes);
-    cudaFree(layer->v_metric_lanes);
+    cudaFree(layer->k_feedback);
     cudaFree(layer->v_metric);
     cudaFree(layer->append_bias_table);
     cudaFree(layer->append_bias_freq);

@@ -22,7 +22,7 @@ struct oscar_cuda_layer {
     float *k_mean, *v_mean_rotated, *v_rotation_t;
     void *bias_table, *bias_waves, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
     /* For append: see AppendParams in append.cu. */
-    float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_metric_lanes, *v_metric_lanes;
+    float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_feedback;
     float *append_bias_table, *append_bias_freq;
     void *append_bias_dims;
 };

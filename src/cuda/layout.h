@@ -77,8 +77,8 @@ LAYOUT_FN constexpr int layout_metric_rows(int d) { return 64 * d * (d / 64) - 2
 LAYOUT_FN constexpr int layout_metric_floats(int d) {
     return layout_metric_rows(d) + d / 8 * 28 + d + (d > 128 ? d / 128 : 1) * d + 4;
 }
-/* The same for append_lanes.cuh, head_dim 128: B in groups of 32 columns, D, 1 B, <1, 1>. */
-#define LAYOUT_LANES_METRIC_FLOATS (10240 + 128 + 128 + 4)
+/* The same for append_feedback.cuh, head_dim 128: B in fragments, B within blocks of 16 channels, D, 1 B, <1, 1>, a scale. */
+#define LAYOUT_FEEDBACK_FLOATS (36 * 256 + 8 * 120 + 128 + 128 + 4)
 /* Byte of the (step, offset) pair of a token within the parameters of one side. */
 LAYOUT_FN int layout_param(int group, int slot) {
     int s = slot >> 4, h = (slot >> 3) & 1, g = slot & 7;

@@ -15,7 +15,9 @@
 static int n_failures;
 
 struct Case {
-    int d, n_kv_heads, n_tokens, n_tracked, recipe, ldlq, gain, metric, rotated, dtype;
+    int d, n_kv_heads, n_tokens, n_tracked, recipe, ldlq, gain;
+    int metric; /* 1: both sides have one, 2: keys alone, as calibration makes it */
+    int rotated, dtype;
     float clip;
     int bits_k, bits_v;
 };
@@ -92,8 +94,8 @@ struct Subject {
         if (c.metric) {
             o.k_metric_b = metric_b[0].data();
             o.k_metric_d = metric_d[0].data();
-            o.v_metric_b = metric_b[1].data();
-            o.v_metric_d = metric_d[1].data();
+            o.v_metric_b = c.metric == 1 ? metric_b[1].data() : NULL;
+            o.v_metric_d = c.metric == 1 ? metric_d[1].data() : NULL;
         }
         oscar_error error;
         check(oscar_cuda_layer_create(&layer, &o, &error), error);
@@ -108,7 +110,7 @@ struct Subject {
         r.clip = c.clip;
         r.ldlq = c.ldlq && side == 0;
         r.gain = c.gain;
-        if (c.metric) {
+        if (c.metric == 1 || (c.metric == 2 && side == 0)) {
             r.metric_b = metric_b[side].data() + (size_t)head * c.d * c.d;
             r.metric_d = metric_d[side].data() + (size_t)head * c.d;
         }
@@ -189,16 +191,55 @@ struct Store {
     }
 };
 
-/* Bytes that differ between two stores. */
-static size_t differences(const Store &a, const Store &b) {
-    size_t n = 0;
-    const std::vector<uint8_t> pages_a = download(a.pages, a.pages_bytes), pages_b = download(b.pages, b.pages_bytes);
-    for (size_t i = 0; i < pages_a.size(); i++) n += pages_a[i] != pages_b[i];
-    for (int side = 0; side < 2; side++) {
-        const std::vector<uint16_t> x = download(a.overlay[side], a.overlay_size), y = download(b.overlay[side], b.overlay_size);
-        for (size_t i = 0; i < x.size(); i++) n += 2 * (x[i] != y[i]);
+/* How far what was made differs from what it should be. */
+struct Wrong {
+    std::atomic<size_t> codes{0}, params{0}, overlay{0}; /* values */
+    std::atomic<int> code{0}, ulps{0};                   /* largest difference; ulps: of parameters of rows with equal codes */
+
+    static void raise(std::atomic<int> &to, int v) {
+        for (int old = to; old < v && !to.compare_exchange_weak(old, v);) continue;
     }
-    return n;
+    /* A row's codes [d] and parameters [n_params]. */
+    void row(const uint8_t *a, const uint8_t *b, int d, const uint16_t *params_a, const uint16_t *params_b, int n_params) {
+        int off = 0;
+        for (int i = 0; i < d; i++) {
+            if (a[i] != b[i]) codes++;
+            off = std::max(off, abs((int)a[i] - (int)b[i]));
+        }
+        raise(code, off);
+        for (int i = 0; i < n_params; i++) {
+            if (params_a[i] != params_b[i]) params++;
+            if (!off) raise(ulps, abs(in_order(params_a[i]) - in_order(params_b[i])));
+        }
+    }
+    /* exact: all bits; otherwise rows of many at once, whose refits and gain are of sums in another order. */
+    bool good(bool exact, size_t n_rows, int d) const {
+        if (exact) return codes == 0 && params == 0 && overlay == 0;
+        return codes * 10000 <= n_rows * d && code <= 1 && params * 100 <= n_rows && ulps <= 2 && overlay == 0;
+    }
+    static int in_order(uint16_t half) { return half & 0x8000 ? -(half & 0x7fff) : half; }
+};
+
+/* Two stores. */
+static void differences(const Subject &s, const Store &a, const Store &b, Wrong &wrong) {
+    const int d = s.c.d, n_params = d > 128 ? d / 64 : 2;
+    const std::vector<uint8_t> x = download(a.pages, a.pages_bytes), y = download(b.pages, b.pages_bytes);
+    in_parallel((int)(x.size() / s.tile), [&](int t) {
+        const uint8_t *tiles[2] = {&x[t * s.tile], &y[t * s.tile]};
+        if (!memcmp(tiles[0], tiles[1], s.tile)) return;
+        for (int k = 0; k < 128; k++) {
+            std::vector<uint8_t> codes[2] = {std::vector<uint8_t>(d), std::vector<uint8_t>(d)};
+            uint16_t params[2][4];
+            for (int i = 0; i < 2; i++)
+                oscar_cuda_tile_get_row(tiles[i], d, s.c.bits_k, s.c.bits_v, k & 1, k / 2, codes[i].data(), params[i]);
+            wrong.row(codes[0].data(), codes[1].data(), d, params[0], params[1], n_params);
+        }
+    });
+    for (int side = 0; side < 2; side++) {
+        const std::vector<uint16_t> u = download(a.overlay[side], a.overlay_size), v = download(b.overlay[side], b.overlay_size);
+        for (size_t i = 0; i < u.size(); i++)
+            if (u[i] != v[i]) wrong.overlay++;
+    }
 }
 
 /* Block table and slots on both sides. */
@@ -295,16 +336,11 @@ struct Settle {
 
 /* --- cases --------------------------------------------------------------------------------------- */
 
-struct Wrong {
-    std::atomic<size_t> codes{0}, params{0}, overlay{0};
-    std::atomic<int> largest{0};
-};
-
 /* One token's rows against the CPU's quantiser. */
 static void compare_token(const Subject &s, const Tokens &tokens, int t, const Table &table, const std::vector<uint8_t> &pages,
                           const std::vector<uint16_t> (&overlay)[2], Wrong &wrong) {
     const int d = s.c.d, h = s.c.n_kv_heads, seq = tokens.seqs[t], position = tokens.positions[t];
-    const size_t n_params = d > 128 ? d / 64 : 2;
+    const int n_params = d > 128 ? d / 64 : 2;
     for (int head = 0; head < h; head++)
         for (int side = 0; side < 2; side++) {
             const float *input = tokens.input[side].data() + ((size_t)t * h + head) * d;
@@ -316,21 +352,16 @@ static void compare_token(const Subject &s, const Tokens &tokens, int t, const T
             const int nan = reference_quantize(&codec, row.data(), y.data(), codes.data(), params);
             oscar_cuda_tile_get_row(&pages[((size_t)table.pages[seq * table.stride + position / 64] * h + head) * s.tile], d,
                                     s.c.bits_k, s.c.bits_v, side, position % 64, got.data(), got_params);
-            for (int i = 0; i < d; i++) {
-                const int off = abs((int)codes[i] - (int)got[i]);
-                if (off) wrong.codes++;
-                if (off > wrong.largest) wrong.largest = off;
-            }
-            for (size_t i = 0; i < n_params; i++) wrong.params += params[i] != got_params[i];
+            wrong.row(codes.data(), got.data(), d, params, got_params, n_params);
             const int at = position < s.sink ? position : (s.sink + 7) / 8 * 8 + position % s.ring;
             for (int i = 0; i < d; i++)
-                wrong.overlay += overlay[side][((size_t)(table.slots[seq] * h + head) * s.rows + at) * d + i] !=
-                                 (nan ? 0 : to_bf16(y[i]));
+                if (overlay[side][((size_t)(table.slots[seq] * h + head) * s.rows + at) * d + i] != (nan ? 0 : to_bf16(y[i])))
+                    wrong.overlay++;
         }
 }
 
 /* Appends two sequences at once and compares with the CPU; then the same with codes made later, in two pieces. */
-static void run_case(const Case &c, uint64_t seed) {
+static void run_case(const Case &c, uint64_t seed, bool exact = true) {
     const Subject s(c, 5, 704, seed);
     Random random(seed * 31 + 7);
     const int n = c.n_tokens;
@@ -350,16 +381,17 @@ static void run_case(const Case &c, uint64_t seed) {
     Settle settle(s, table, later, std::min(n / 2, 320)); /* a launch for fewer rows than there are */
     settle({0, 100}, {a / 3, 100});
     settle({a / 3, 100}, {a, b});
-    const size_t n_different = differences(now, later), elements = (size_t)n * c.n_kv_heads * c.d;
-    const double share = (double)wrong.codes / (2.0 * elements);
-    const bool good = share <= 1e-4 && wrong.largest <= 1 && wrong.overlay == 0 && bad == 3 && bad_later == 3 && n_different == 0;
+    Wrong apart;
+    differences(s, now, later, apart);
+    const size_t n_rows = (size_t)2 * n * c.n_kv_heads;
+    const bool good = wrong.good(exact, n_rows, c.d) && apart.good(true, n_rows, c.d) && bad == 3 && bad_later == 3;
     n_failures += !good;
     printf("%s append: d %d, %d tokens x %d heads, %d tracked, recipe %d, ldlq %d, gain %d, metric %d, rotated %d, bits %d/%d: %zu of "
-           "%zu codes differ (by at most %d), %zu parameters, %zu overlay values, bad token %d; codes later: bad token %d, %zu "
-           "bytes differ (seed %llu)\n",
+           "%zu codes differ (by at most %d), %zu parameters (at most %d ulp where codes are equal), %zu overlay values, bad token %d; "
+           "codes later: bad token %d, %zu codes, %zu parameters, %zu overlay values differ (seed %llu)\n",
            good ? "ok    " : "FAILED", c.d, n, c.n_kv_heads, c.n_tracked, c.recipe, c.ldlq, c.gain, c.metric, c.rotated, c.bits_k,
-           c.bits_v, wrong.codes.load(), 2 * elements, wrong.largest.load(), wrong.params.load(), wrong.overlay.load(), bad, bad_later,
-           n_different, (unsigned long long)seed);
+           c.bits_v, wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.ulps.load(), wrong.overlay.load(),
+           bad, bad_later, apart.codes.load(), apart.params.load(), apart.overlay.load(), (unsigned long long)seed);
 }
 
 /* Rows of positions from coded on that are no longer as the store began. */
@@ -385,7 +417,7 @@ static size_t touched_rows(const Subject &s, const Table &table, const Store &st
 
 /* Ragged sequences that grow by a token or by chunks, around page edges and several times around the ring; codes are
  * made later in random pieces, of which some are empty. n_positions: the launch's hint, which also picks the kernel. */
-static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uint64_t seed) {
+static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uint64_t seed, bool exact = true) {
     const int ends[] = {0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 383, 400}, ring = 128, chunk = 40;
     const Subject s(c, sink, ring, seed);
     Random random(seed * 131 + 11);
@@ -419,13 +451,17 @@ static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uin
         if (n_steps % 8 == 3) touched += touched_rows(s, table, later, coded);
     }
     settle(coded, coded); /* nothing to do */
-    const size_t n_different = differences(now, later);
-    const bool good = wrong_bad == 0 && touched == 0 && n_different == 0;
+    Wrong wrong;
+    differences(s, now, later, wrong);
+    const size_t n_rows = (size_t)2 * c.n_kv_heads * std::accumulate(end.begin(), end.end(), 0);
+    const bool good = wrong_bad == 0 && touched == 0 && wrong.good(exact, n_rows, c.d);
     n_failures += !good;
-    printf("%s settle: d %d, %d sequences, %zu steps, sink %d, recipe %d, ldlq %d, gain %d, metric %d, bits %d/%d, hint %d: %zu bytes "
-           "differ, %zu rows touched early, %zu bad tokens differ (seed %llu)\n",
+    printf("%s settle: d %d, %d sequences, %zu steps, sink %d, recipe %d, ldlq %d, gain %d, metric %d, bits %d/%d, hint %d: %zu of %zu "
+           "codes differ (by at most %d), %zu parameters (%d ulp), %zu overlay values, %zu rows touched early, %zu bad tokens differ "
+           "(seed %llu)\n",
            good ? "ok    " : "FAILED", c.d, n_seqs, n_steps, sink, c.recipe, c.ldlq, c.gain, c.metric, c.bits_k, c.bits_v, n_positions,
-           n_different, touched, wrong_bad, (unsigned long long)seed);
+           wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.ulps.load(), wrong.overlay.load(), touched,
+           wrong_bad, (unsigned long long)seed);
 }
 
 static void check_arguments(void) {
@@ -446,10 +482,13 @@ static void check_arguments(void) {
 static void run_ragged_cases(bool quick, uint64_t seed) {
     const int n_seqs = quick ? 5 : 37;
     for (int d : {128, 64, 256})
-        for (int hint : {1, 64, 4096}) { /* at head_dim 128 the last has a row on every lane */
-            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5, hint, seed++);
+        for (int hint : {1, 64, 4096}) { /* at head_dim 128 the last ones have a row on every lane */
+            const bool many = d == 128 && (hint == 4096 || (hint == 64 && !quick));
+            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5, hint, seed++,
+                       !many);
             if (quick) continue;
             run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, n_seqs, 5, hint, seed++);
+            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 2}, n_seqs, 5, hint, seed++, !many);
             run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, n_seqs, 0, hint, seed++);
             run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, n_seqs, 64, hint, seed++);
             run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, n_seqs, 5, hint, seed++);
@@ -480,12 +519,14 @@ int main(void) {
         }
     if (!quick) { /* so many that a lane has a row */
         const int d = 128, n = 1090, h = 8;
-        run_case({d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
         run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
-        run_case({d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 2, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
         run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
-        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
+        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++, false);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 0, 0, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
+        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
     }
     run_ragged_cases(quick, seed);
     printf("%d failures\n", n_failures);
