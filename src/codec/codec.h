@@ -34,7 +34,7 @@ typedef struct row_codec {
     const float *metric_b; /* [head_dim, head_dim] row major, B[i][j], zero above the diagonal */
     const float *metric_d; /* [head_dim] */
     const float *rotation; /* [head_dim, head_dim]: y = x U, row vector times matrix; NULL: identity */
-    bool bf16; /* rotated rows are rounded to BF16 first: codes can be made later, of an overlay's rows */
+    bool bf16; /* rotated rows are rounded to BF16 first: CUDA makes codes of its overlay's rows, which are rotated */
     /* What row_codec_prepare() computes; NULL: computed in every call. */
     const float *ones;      /* [n_groups, head_dim] 1_g B, 1_g: ones over the channels of group g */
     const float *ones_ones; /* [n_groups] <1_g, 1_g>_M */
@@ -46,7 +46,7 @@ void row_codec_prepare(row_codec *codec, float *ones, float *ones_ones);
 
 /* Rotates and quantises n_rows <= CODEC_LANES rows.
  *   x:      [n_rows, head_dim] f32, stride x_stride: rows with their means removed, not yet rotated
- *   y:      [n_rows, head_dim] f32, receives the rotated rows (what the BF16 overlay holds); NULL
+ *   y:      [n_rows, head_dim] f32, receives the rotated rows (what CUDA's BF16 overlay holds); NULL
  *   codes:  [n_rows, head_dim] one code a byte; NULL: rows are only rotated
  *   params: [n_rows, n_groups, 2] fp16 step, offset; NULL with the codes
  * Returns a bit a row that held NaN or infinity (before or after rotation): such a row is stored as
