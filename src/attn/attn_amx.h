@@ -112,7 +112,7 @@ static void turned_queries(attn_decode *d) {
 /* high high + low high + high low, the queries in tiles `a_high` and `a_low`; what is left out is 2^-16 of it
  * or less. */
 #define TILE_BIAS(a_high, a_low, c)                                                                \
-    for (int t = 0; t < 4; t++) {                                                                  \
+    for (int t = 0; t < n_tiles; t++) {                                                            \
         _tile_zero(c);                                                                             \
         for (int k = 0; k < chunks; k++) {                                                         \
             if (chunks > 1 || t == 0) {                                                            \
@@ -128,9 +128,9 @@ static void turned_queries(attn_decode *d) {
         _tile_stored(c, d->bias_products[t], 64);                                                  \
     }
 
-/* bias_products: tokens [16 t, 16 t + 16) of every row in [t]. Up to eight rows: the odd tiles have as many rows.
+/* bias_products: tokens [16 t, 16 t + 16) of every row in [t], t < n_tiles. Up to eight rows: the odd tiles have as many rows.
  * More: the even ones have sixteen. */
-static void tile_bias(attn_decode *d) {
+static void tile_bias(attn_decode *d, int n_tiles) {
     const int chunks = (n_pairs(d) + 15) / 16;
     TILE_READS_MEMORY();
     if (d->rows->n_rows <= 8) {

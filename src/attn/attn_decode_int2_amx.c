@@ -202,7 +202,7 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
         for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block + b), b, products);
-        if (ahead && block + count == end && n_pairs(d) > 0) tile_bias(d);
+        if (ahead && block + count == end && n_pairs(d) > 0) tile_bias(d, 4);
         TILE_READS_MEMORY();
         for (int r = 0; r < n; r++) {
             const vf alpha = vf_set1(d->alpha[r]), offset = vf_set1(d->p_offset[r]), scale = vf_set1(d->p_scale[r]);
@@ -226,7 +226,7 @@ static void tile_stripe(attn_decode *d, const uint8_t *keys, const uint8_t *valu
     if (d->scored_of != keys) {
         if (pairs) turned_queries(d);
         multiply_group(d, 0);
-        if (pairs) tile_bias(d);
+        if (pairs) tile_bias(d, 4);
     }
     d->scored_of = NULL;
     if (d->next_keys && pairs) bias_queries(d, d->turned, 2 * n_pairs(d));

@@ -41,6 +41,10 @@ static void pad_keys(int head_dim, uint16_t *keys) {
     if (head_dim % 32) memset(keys + head_dim * TILE, 0, sizeof(uint16_t) * 16 * TILE);
 }
 
+/* Tiles of 16 tokens up to the last valid one: what lies behind them in a page that is not full is neither read nor
+ * multiplied. Its weights would be zeros. */
+static int valid_tiles(uint64_t valid) { return (63 - __builtin_clzll(valid)) / 16 + 1; }
+
 /* A page of BF16 rows has the shape of the operands already. Columns of the keys that are not valid go
  * no further than their logits, which masks hide; values meet a weight of zero, so they must be
  * finite: a page that is not full is copied with zeros in them. */
@@ -54,7 +58,7 @@ static void take_overlay(attn_decode *d, const uint16_t *keys, const uint16_t *v
         d->b_keys = d->tile_keys;
     }
     if (valid == UINT64_MAX) return;
-    for (int t = 0; t < TILE; t += 2) {
+    for (int t = 0; t < (valid_tiles(valid) + 1) / 2 * 32; t += 2) {
         const uint32_t first = valid >> t & 1 ? 0xffffu : 0, second = valid >> (t + 1) & 1 ? 0xffff0000u : 0;
         const vi keep = vi_set1((int)(first | second));
         for (int c = 0; c < dim; c += 16) {
@@ -79,8 +83,8 @@ typedef struct stripe_products {
         _tile_dpbf16ps(c_tile, 1, b_tile);                                                         \
     }
 
-/* 16 rows of A (high and low, a_row bytes apart) times n_tiles tiles of 16 columns of B; b: pairs of k
- * in rows b_row bytes apart; n_chunks times 32 in k. */
+/* 16 rows of A (high and low, a_row bytes apart) times n_tiles tiles of 16 columns of B, other columns zeros; b: pairs
+ * of k in rows b_row bytes apart; n_chunks times 32 in k. */
 INLINE void multiply_halves(const uint16_t *high, const uint16_t *low, int64_t a_row, const uint16_t *b, int64_t b_row, int n_chunks,
                             const int n_tiles, stripe_products *out) {
     _tile_zero(4);
@@ -97,17 +101,28 @@ INLINE void multiply_halves(const uint16_t *high, const uint16_t *low, int64_t a
         STRIPE_PRODUCT(3, 3, 7)
     }
     _tile_stored(4, out->at[0], 256);
-    if (n_tiles > 1) _tile_stored(5, out->at[0] + 16, 256);
-    if (n_tiles > 2) _tile_stored(6, out->at[0] + 32, 256);
-    if (n_tiles > 3) _tile_stored(7, out->at[0] + 48, 256);
+    _tile_stored(5, out->at[0] + 16, 256);
+    _tile_stored(6, out->at[0] + 32, 256);
+    _tile_stored(7, out->at[0] + 48, 256);
 }
 
-static void stripe_keys(attn_decode *d, stripe_products *out) {
+/* The same for 1 to 4 tiles. */
+static void multiply_tiles(const uint16_t *high, const uint16_t *low, int64_t a_row, const uint16_t *b, int64_t b_row, int n_chunks,
+                           int n_tiles, stripe_products *out) {
+    TILE_READS_MEMORY();
+    switch (n_tiles) {
+    case 4: multiply_halves(high, low, a_row, b, b_row, n_chunks, 4, out); break;
+    case 3: multiply_halves(high, low, a_row, b, b_row, n_chunks, 3, out); break;
+    case 2: multiply_halves(high, low, a_row, b, b_row, n_chunks, 2, out); break;
+    default: multiply_halves(high, low, a_row, b, b_row, n_chunks, 1, out); break;
+    }
+    TILE_READS_MEMORY();
+}
+
+static void stripe_keys(attn_decode *d, int n_tiles, stripe_products *out) {
     const int width = padded(d->rows->head_dim);
     const int64_t at = (int64_t)d->first * width;
-    TILE_READS_MEMORY();
-    multiply_halves(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->b_keys, 4 * TILE, width / 32, 4, out);
-    TILE_READS_MEMORY();
+    multiply_tiles(d->q_halves[0] + at, d->q_halves[1] + at, 2 * width, d->b_keys, 4 * TILE, width / 32, n_tiles, out);
 }
 
 INLINE vf overlay_score(const attn_decode *d, const void *scores, int r, int v, vf offset) {
@@ -125,25 +140,17 @@ static void stripe_many_pairs(attn_decode *d, const stripe_products *keys) {
     bias_products(d);
 }
 
-/* acc = alpha acc + weights times values. */
-static void stripe_values(const attn_decode *d) {
+/* acc = alpha acc + weights times values, of the first n_chunks times 32 tokens. */
+static void stripe_values(const attn_decode *d, int n_chunks) {
     const attn_rows *rows = d->rows;
     const int dim = rows->head_dim;
     _Alignas(64) uint16_t halves[2][ATTN_DECODE_ROWS][TILE];
     stripe_products products;
     for (int r = 0; r < rows->n_rows; r++)
         for (int t = 0; t < TILE; t += 16) store_halves(vf_load(rows->logits + r * TILE + t), halves[0][r] + t, halves[1][r] + t);
-    TILE_READS_MEMORY();
     for (int c = 0; c < dim; c += 64) {
         const int n_tiles = dim - c < 64 ? (dim - c) / 16 : 4;
-        const uint16_t *b = d->b_values + 2 * c;
-        switch (n_tiles) {
-        case 4: multiply_halves(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 4, &products); break;
-        case 3: multiply_halves(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 3, &products); break;
-        case 2: multiply_halves(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 2, &products); break;
-        default: multiply_halves(halves[0][0], halves[1][0], 2 * TILE, b, 4 * dim, 2, 1, &products); break;
-        }
-        TILE_READS_MEMORY();
+        multiply_tiles(halves[0][0], halves[1][0], 2 * TILE, d->b_values + 2 * c, 4 * dim, n_chunks, n_tiles, &products);
         for (int r = 0; r < rows->n_rows; r++) {
             float *out = rows->acc + (int64_t)r * dim + c;
             const vf alpha = vf_set1(d->alpha[r]);
@@ -153,20 +160,20 @@ static void stripe_values(const attn_decode *d) {
     }
 }
 
-static void overlay_stripe(attn_decode *d, const uint64_t *masks) {
+static void overlay_stripe(attn_decode *d, int n_tiles, const uint64_t *masks) {
     stripe_products scores;
-    stripe_keys(d, &scores);
+    stripe_keys(d, n_tiles, &scores);
     if (d->rows->q_dim == d->rows->head_dim) {
         softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score);
     } else if (bias_in_tiles(d)) {
         turned_queries(d);
-        tile_bias(d);
+        tile_bias(d, n_tiles);
         softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score_bias);
     } else {
         stripe_many_pairs(d, &scores);
         softmax_rows(d, masks, false, NULL, 0, NULL, NULL, stored_score);
     }
-    stripe_values(d);
+    stripe_values(d, (n_tiles + 1) / 2);
 }
 
 static void overlay_page(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
@@ -175,7 +182,8 @@ static void overlay_page(attn_decode *d, const uint16_t *keys, const uint16_t *v
     d->scored_of = NULL; /* the bias' products are these rows' now */
     take_overlay(d, keys, values, valid);
     stripe s = {.all = d->rows};
-    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) overlay_stripe(d, masks + first);
+    for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS)
+        overlay_stripe(d, valid_tiles(valid), masks + first);
 }
 
 #endif
