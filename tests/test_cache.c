@@ -748,9 +748,8 @@ int main(void) {
     };
     int failed = 0;
     const char *only = getenv("OSCAR_ISA");
-    static const char *const paths[] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
-    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
-        if ((!only || strcmp(only, paths[i]) == 0) && oscar_isa_select(paths[i]) == OSCAR_OK)
-            failed += cmocka_run_group_tests_name(paths[i], tests, NULL, NULL);
+    for (int i = 0; i < ISA_COUNT; i++)
+        if ((!only || strcmp(only, isa_names[i]) == 0) && oscar_isa_select(isa_names[i]) == OSCAR_OK)
+            failed += cmocka_run_group_tests_name(isa_names[i], tests, NULL, NULL);
     return failed;
 }

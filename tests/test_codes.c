@@ -81,17 +81,16 @@ static void make_inputs(int d, inputs *in) {
 }
 
 static void check_case(const inputs *in, int d, int bits, oscar_recipe recipe, bool key) {
-    static const char *const names[ISA_COUNT] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
     uint64_t want = 0;
     row_codec codec = {.head_dim = d, .group = codec_group(d), .bits = bits, .recipe = (int32_t)recipe, .clip = 0.96f,
                        .ldlq = key, .gain = true, .metric_b = key ? in->b : NULL, .metric_d = key ? in->dg : NULL,
                        .rotation = in->rotation};
     for (int i = 0; i < ISA_COUNT; i++) {
-        if (oscar_isa_select(names[i])) continue;
+        if (oscar_isa_select(isa_names[i])) continue;
         for (int at_once = 1; at_once <= ROWS; at_once *= ROWS) { /* both forms of the quantiser */
             uint64_t hash = hash_page(&codec, key ? PAGE_KEY : PAGE_VALUE, at_once, in->x);
             if (i == 0 && at_once == 1) want = hash;
-            if (hash != want) fail_msg("%s, %d rows at once: other codes than plain C", names[i], at_once);
+            if (hash != want) fail_msg("%s, %d rows at once: other codes than plain C", isa_names[i], at_once);
         }
     }
     oscar_isa_select(NULL);

@@ -35,6 +35,8 @@ typedef enum isa {
     ISA_REF = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AVX512VNNI = 4, ISA_AMX = 5, ISA_NEON = 6, ISA_NEONDOT = 7,
     ISA_COUNT
 } isa;
+/* As OSCAR_ISA and oscar_isa_select() know them. */
+extern const char *const isa_names[ISA_COUNT];
 /* The one in use: what the processor allows, or what OSCAR_ISA or oscar_isa_select() force. An
  * OSCAR_ISA that this machine cannot run changes nothing here: isa_check() refuses it. */
 isa isa_current(void);

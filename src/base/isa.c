@@ -17,7 +17,7 @@
 
 #define AVX_VNNI (1u << 4) /* of leaf 7's subleaf 1, EAX */
 
-static const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 static atomic_bool isa_selected;   /* by oscar_isa_select(), whatever OSCAR_ISA says */
 
