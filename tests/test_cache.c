@@ -217,6 +217,40 @@ static void test_chunking(void **state) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_chunking(&shapes[i], seed + i);
 }
 
+/* A step that was computed but never counted in leaves nothing behind: other tokens take its positions. */
+static void test_step_given_up(void **state) {
+    (void)state;
+    uint64_t seed = rng_seed("step_given_up", 12);
+    enum { N = 300 };
+    static const int given_up[] = {1, 5, 16, 40};
+    fixture plain;
+    setup(&plain, &SMALL, seed, 1, MAX_TOKENS);
+    float *want = calloc(N * q_floats(&plain), sizeof(float)), *out = calloc(N * q_floats(&plain), sizeof(float));
+    feed_chunks(&plain, 0, 0, N, (int[]){N, 0}, want);
+    for (size_t w = 0; w < sizeof given_up / sizeof *given_up; w++) {
+        fixture f;
+        setup(&f, &SMALL, seed, 1, MAX_TOKENS);
+        oscar_error error;
+        int32_t seqs[40] = {0}, positions[40];
+        for (int at = 0; at < N; at += 7) {
+            int end = at + 7 < N ? at + 7 : N, n = given_up[w];
+            oscar_step step = OSCAR_STEP_INIT;
+            for (int i = 0; i < n; i++) positions[i] = at + i;
+            assert_int_equal(oscar_seq_reserve(f.cache, 0, n, &error), OSCAR_OK);
+            step.n_tokens = n, step.seqs = seqs, step.positions = positions, step.out = out;
+            step.q = f.q, step.k = f.k + 400 * kv_floats(&f), step.v = f.v + 400 * kv_floats(&f);
+            step.logit_scale = .1f;
+            assert_int_equal(oscar_cache_attend(f.cache, 0, &step, &error), OSCAR_OK);
+            assert_int_equal(feed(&f, 0, at, end, out, &error), OSCAR_OK);
+            assert_true(worst_error(out, want + (size_t)at * q_floats(&f), (size_t)(end - at) * q_floats(&f)) == 0);
+        }
+        assert_same_rows(plain.cache, 0, f.cache, 0, N);
+        teardown(&f);
+    }
+    free(want), free(out);
+    teardown(&plain);
+}
+
 /* Two sequences token by token in one batch; the other's rows are 1000 times larger (A16). */
 static void test_mixed_batch(void **state) {
     (void)state;
@@ -739,7 +773,8 @@ static void test_bits(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_model), cmocka_unit_test(test_chunking),
-        cmocka_unit_test(test_mixed_batch),   cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_step_given_up), cmocka_unit_test(test_mixed_batch),
+        cmocka_unit_test(test_threads),
         cmocka_unit_test(test_rollback_and_fork), cmocka_unit_test(test_deep_rollback),
         cmocka_unit_test(test_gqa_ratios),    cmocka_unit_test(test_softcap_and_sinks),
         cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_memory_at_32k), cmocka_unit_test(test_no_space),
