@@ -228,9 +228,11 @@ typedef struct oscar_cuda_measure_options {
     uint32_t struct_size;
     int32_t head_dim, n_kv_heads, n_q_heads, bits_k, bits_v, n_tracked;
     int32_t n_seqs, length, n_q_tokens; /* length: tokens of each sequence */
+    int32_t tracked_factor; /* of the tracked pairs' means, normal deviates times 0.3: from 10 or so on biases are so
+                               large that they take more products */
 } oscar_cuda_measure_options;
 
-#define OSCAR_CUDA_MEASURE_OPTIONS_INIT {sizeof(oscar_cuda_measure_options), 128, 8, 32, 2, 2, 0, 1, 100000, 1}
+#define OSCAR_CUDA_MEASURE_OPTIONS_INIT {sizeof(oscar_cuda_measure_options), 128, 8, 32, 2, 2, 0, 1, 100000, 1, 1}
 
 typedef struct oscar_cuda_measure_result {
     double us;             /* a launch, output left in the rotated basis */

@@ -55,15 +55,15 @@ DEVICE void fetch_constant(void *to, const void *from) {
 /* Starts the copies of what the key bias of a head is made of; cp.async.wait_all ends them. */
 template <class C, int MODE>
 DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
-    const int steps = p.bias_steps, tid = thread_index();
-    const uint4 *table = (MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table) + static_cast<size_t>(head) * steps * 128;
-    for (int i = tid; i < steps * 128; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+    const int steps = p.bias_steps, size = steps * C::BIAS_BLOCKS * 64, tid = thread_index();
+    const uint4 *table = (C::MIRRORED || MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table) + static_cast<size_t>(head) * size;
+    for (int i = tid; i < size; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
     if (tid == 0)
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(s.bias_unit)), "l"(p.bias_units + head)
                      : "memory");
     if (tid < steps * 4) {
         fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
-        if (Beginnings<C, MODE>::STEPS > 0)
+        if (C::MIRRORED || Beginnings<C, MODE>::STEPS > 0)
             fetch_constant(s.bias_stride + tid, p.bias_strides + (C::BIAS_STRIDE * p.n_kv_heads + head) * steps * 4 + tid);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -88,11 +88,17 @@ template <class C> struct BiasItem {
         q[3] = row ? load_u16(row + dims.w) : 0u;
     }
     DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int i) const {
-        const float up = s.query_scale[column_row<C>(i / 32 % C::TILES, (i & 31) >> 2)];
+        const int tile = i / 32 % C::TILES, column = (i & 31) >> 2, row = column_row<C>(tile, column);
+        const float up = s.query_scale[row];
         const float a0 = q_value<C>(p, q[0], 0), a1 = q_value<C>(p, q[1], 0);
         const float b0 = q_value<C>(p, q[2], 0), b1 = q_value<C>(p, q[3], 0);
         s.bias_query[i] = make_float4((a0 * nu.x + a1 * nu.y) * up, (a1 * nu.x - a0 * nu.y) * up,
                                       (b0 * nu.z + b1 * nu.w) * up, (b1 * nu.z - b0 * nu.w) * up);
+        if (tile >= C::FULL && (column & 1)) return; /* the same row again */
+        const float size = sqrt_fast((a0 * a0 + a1 * a1) * (nu.x * nu.x + nu.y * nu.y)) +
+                           sqrt_fast((b0 * b0 + b1 * b1) * (nu.z * nu.z + nu.w * nu.w));
+        const float sum = size * *s.bias_unit * fabsf(p.scale_log2);
+        atomicAdd(s.bias_sums + row, sum < SMALL_BIAS ? static_cast<int>(sum * SUM_UNIT) + 1 : SMALL_BIAS * SUM_UNIT);
     }
 };
 
@@ -230,8 +236,10 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
     }
     o.mean.put(p, s, warp, lane);
     if (has_bias<MODE>(p)) asm volatile("cp.async.wait_all;" ::: "memory");
+    else if (MODE == MODE_BIAS_CAP && thread_index() == 0) *s.bias_unit = 0;
+    if (MODE != MODE_PLAIN && thread_index() < 16) s.bias_sums[thread_index()] = 0;
     if (C::BYTES || has_bias<MODE>(p)) __syncthreads(); /* queries and their scales */
-    if (C::BYTES && warp < C::COLUMNS) put_byte_query<C>(s, warp, lane);
+    if (C::BYTES && warp < C::COLUMNS) put_byte_query<C, MODE>(s, warp, lane);
     if (has_bias<MODE>(p)) {
         const int n_items = p.bias_steps * C::TILES * 32;
 #pragma unroll
@@ -243,8 +251,6 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
             o.item[0].load_query(p, to, i);
             o.item[0].put(p, s, i);
         }
-    } else if (MODE == MODE_BIAS_CAP && thread_index() == 0) {
-        *s.bias_unit = 0;
     }
     __syncthreads();
 }
@@ -270,8 +276,7 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps) {
-    const int query = C::ROWS * C::QUERY_STRIDE + 52 + C::QUERY_TILES * C::QUERY_WORDS * 32; /* words */
-    const int segment = bias_steps * bias_step_bytes<C>() + query * 4;
+    const int segment = bias_steps * bias_step_bytes<C>() + query_bytes<C>() + C::WARPS * bias_own<C>(bias_steps) * 512;
     return ((segment > Merge<C>::BYTES ? segment : Merge<C>::BYTES) + 127) / 128 * 128;
 }
 template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps) {
@@ -346,7 +351,7 @@ template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int l
 
 template <class C, int MODE>
 DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
-                      uint8_t *stages, int n_units, int unit) {
+                      uint8_t *stages, int n_units, int unit, bool large) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int first_row = target_of<C>(p, ctl.place).first_row;
 #pragma unroll 1
@@ -355,9 +360,18 @@ DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, u
         const bool sink = unit < ctl.items.n_sink;
         const int row = sink ? ctl.items.sink_first + unit : ctl.items.recent_first + unit - ctl.items.n_sink;
         attend_unit<C, MODE>(rows, area, p, stages + feeder.ring.stage * C::STAGE, sink ? ITEM_SINK : ITEM_RECENT,
-                             8 * row, ctl.place.length, first_row, warp, lane);
+                             8 * row, ctl.place.length, first_row, warp, lane, large);
         feeder.refill(p, ctl, lane);
     }
+}
+
+/* score: what the scores of the tile begin with. */
+template <class C, int MODE>
+DEVICE void run_tile(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, const Control &ctl, uint8_t *stages, int page,
+                     bool masked, float (&score)[8][C::COLUMNS]) {
+    feeder.ring.wait();
+    attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page, masked, score);
+    feeder.refill(p, ctl, threadIdx.x & 31);
 }
 
 template <class C, int MODE>
@@ -370,22 +384,35 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     const int first = ctl.start + static_cast<int>(threadIdx.x >> 5) +
                       items_of_warp<C>(ctl, ctl.start, from) * C::WARPS - base;
     const int n_units = items_of_warp<C>(ctl, from, middle);
-    if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first);
+    Beginnings<C, MODE> beginnings;
+    beginnings.start(area, p);
+    if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first, beginnings.large);
     int n_tiles = items_of_warp<C>(ctl, middle, to);
     int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
-    Beginnings<C, MODE> beginnings;
-    beginnings.start();
     /* Pages that every row sees whole. */
     const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
     const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
+    float score[8][C::COLUMNS];
+    if constexpr (MODE == MODE_PLAIN) {
 #pragma unroll 1
-    for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
-        float score[8][C::COLUMNS];
-        beginnings.take(rows, area, p, page, score);
-        feeder.ring.wait();
-        attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page,
-                             page < clear_first || page >= clear_last, score);
-        feeder.refill(p, ctl, threadIdx.x & 31);
+        for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
+#pragma unroll
+            for (int k = 0; k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] = rows.q_const[k % C::COLUMNS];
+            run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score);
+        }
+    } else {
+#pragma unroll 1
+        while (n_tiles > 0) {
+            beginnings.make(rows, area, p, page, score);
+#pragma unroll 1
+            for (int k = 0;; k++) {
+                run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score);
+                n_tiles--;
+                page += C::WARPS;
+                if (n_tiles == 0 || k == C::BIAS_PAGES - 1) break;
+                beginnings.take_next(area, p, score);
+            }
+        }
     }
 }
 

@@ -138,6 +138,10 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
                               a->table_stride);
     DecodeParams params = params_of(layer, a, plan.row_tiles);
+    if (plan.mirror_pages) {
+        params.bias_waves = (const uint4 *)layer->mirror_waves[plan.mirror_pages / 4 - 2];
+        params.bias_nu = (const float4 *)layer->mirror_nu[plan.mirror_pages / 4 - 2];
+    }
     const LayerLaunch launch = {dim3(plan.n_ctas), plan.n_threads, plan.shared_bytes, layer->bulk};
     return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, &params, stream, "decode launch", error);
 }

@@ -11,11 +11,13 @@
 
 template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds *needs) {
     static_assert(Merge<C>::SLOT_FLOATS <= DECODE_MAX_SLOT_FLOATS, "workspace");
+    static_assert(!C::MIRRORED || C::WARPS == 8 || C::WARPS == 12 || C::WARPS == 16, "the layer has tables for these");
     plan->tile_rows = C::ROWS;
     plan->row_tiles = (needs->rows + C::ROWS - 1) / C::ROWS;
     plan->n_ctas = 0;
     plan->shared_bytes = shared_bytes<C>(needs->bias_steps);
     plan->n_threads = C::THREADS;
+    plan->mirror_pages = C::MIRRORED ? C::WARPS : 0;
     plan->kernel = decode_kernel<C, MODE>;
     return true;
 }

@@ -31,8 +31,10 @@ typedef struct DecodeParams {
     const float *v_mean_rotated; /* [H, d] or NULL: mean times U_V */
     const float *v_rotation_t; /* [H, d, d] U_V^T, or NULL: no turning back */
     const uint4 *bias_table;   /* [H, bias_steps / 2, 2, 2, 2, 32] fragments of cos - 1 and sin, high and low halves */
-    const uint4 *bias_waves;   /* [H, 2, 2, 2, 32] up to 16 pairs: the same with cos instead of cos - 1 */
-    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs at the middle of a page, over the head's unit */
+    const uint4 *bias_waves;   /* [H, 2, 2, 2, 32] up to 16 pairs: the same with cos instead of cos - 1; in plans with
+                                  mirror_pages: [H, bias_steps / 2, 2, 2, 4, 32], any number */
+    const float4 *bias_nu;     /* [H, bias_steps, 4] nu of two pairs at the middle of a page, over the head's unit; in
+                                  plans with mirror_pages: at the middle between pages that lie so far apart */
     const float *bias_units;   /* [H] powers of two */
     const float4 *bias_strides; /* [33, H, bias_steps, 4] up to 64 pairs: turns of two pairs by 0 .. 32 pages: cos, sin */
     const unsigned long long *bias_turn; /* [H, 8 bias_steps] turns a page, 64 bits after the point */
@@ -63,6 +65,7 @@ typedef struct DecodePlan {
     int n_ctas;
     size_t shared_bytes;
     int n_threads;
+    int mirror_pages; /* distance of the two pages whose key bias is made at once, one mirrored to the other; 0: none */
     void (*kernel)(const DecodeParams);
 } DecodePlan;
 

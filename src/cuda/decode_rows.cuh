@@ -48,10 +48,13 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
     /* Sub-tiles whose products interleave. */
     static constexpr int SIDE_BY_SIDE = COLUMNS * G > 1 || WARPS > 12 || HIGH ? 2 : 4;
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
-    /* Pages whose key bias is made at once: with at most 4 rows, the odd columns have the warp's next page. */
-    static constexpr int BIAS_PAGES = FULL == 0 ? 2 : 1;
+    /* Pages whose key bias is made at once: the warp's next page is in the odd columns, with at most 4 rows, or lies
+     * mirrored to this one about the middle between them (MIRRORED, where shared memory has room for that table). */
+    static constexpr bool MIRRORED = FULL > 0 && BULK && !HIGH && D <= 128;
+    static constexpr int COLUMN_PAGES = FULL == 0 ? 2 : 1, BIAS_PAGES = FULL == 0 || MIRRORED ? 2 : 1;
     static constexpr int BIAS_STRIDE = BIAS_PAGES * WARPS; /* pages from one making to the next */
-    static constexpr int BIAS_STEPS = TILES == 1 && D <= 128 ? D / 16 : 0; /* that registers have room for */
+    static constexpr int BIAS_BLOCKS = MIRRORED ? 4 : 2;   /* of 16 rows of the table */
+    static constexpr int BIAS_STEPS = TILES == 1 && D <= 128 && !MIRRORED ? D / 16 : 0; /* that registers have room for */
 };
 
 #define MASKED -3.0e38f
@@ -83,29 +86,50 @@ template <class C> struct SegmentData {
     float *query_unit;  /* [ROWS] of the bytes of the fragments, in a raw score */
     float4 *bias_stride; /* [steps, 4] turns of a lane's two pairs by BIAS_STRIDE pages: cos, sin */
     float *bias_unit;   /* [1] a power of two that nu was divided by */
-    uint4 *bias_table;  /* [steps / 2, E and O, high and low, 2, 32] */
+    int *bias_sums;     /* [16] of |z| of the row's pairs, in log2, times SUM_UNIT */
+    float2 *bias_row;   /* [ROWS] products of the bias to raw scores, q . mean as a raw score */
+    uint4 *bias_table;  /* [steps / 2, E and O, high and low, BIAS_BLOCKS, 32] */
     float4 *bias_query; /* [steps, TILES, 32] conj(q) nu of the two pairs of a lane, times the row's scale */
     unsigned long long *bias_turn; /* [8 steps] */
-    float4 *bias_phase;            /* [WARPS, BIAS_PAGES, 4 steps] */
+    float4 *bias_phase;            /* [WARPS, COLUMN_PAGES, 4 steps] */
+    float4 *bias_own;              /* [WARPS, bias_own(), 32] what lanes leave for themselves */
 };
 
+
 template <class C> __host__ __device__ constexpr int bias_step_bytes() {
-    return 2048 + C::TILES * 512 + 64 + 64 + C::WARPS * C::BIAS_PAGES * 64;
+    return C::BIAS_BLOCKS * 1024 + C::TILES * 512 + 64 + 64 + C::WARPS * C::COLUMN_PAGES * 64;
+}
+
+/* Bytes of what a segment has without a bias too. */
+template <class C> __host__ __device__ constexpr int query_bytes() {
+    return (C::ROWS * C::QUERY_STRIDE + 100 + C::QUERY_TILES * C::QUERY_WORDS * 32) * 4;
+}
+/* Lines of four floats a lane that a mirroring kernel keeps in shared memory, since registers are too few: up to 16 pairs
+ * z, then as much of what the second page's scores begin with as there is room for. */
+template <class C> __host__ __device__ constexpr int bias_own(int steps) {
+    if (!C::MIRRORED || steps == 0) return 0;
+    if (steps <= 2) return 2 * C::TILES + 2 * C::COLUMNS;
+    const int taken = C::WARPS * C::STAGES * (C::STAGE + 8) + 256 + query_bytes<C>() + C::D / 16 * bias_step_bytes<C>();
+    const int room = (227 * 1024 - taken) / (C::WARPS * 512);
+    return room < 2 * C::COLUMNS ? room : 2 * C::COLUMNS;
 }
 
 template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) {
     SegmentData<C> s;
     s.bias_table = reinterpret_cast<uint4 *>(area);
-    s.bias_query = reinterpret_cast<float4 *>(s.bias_table + steps * 128);
+    s.bias_query = reinterpret_cast<float4 *>(s.bias_table + steps * C::BIAS_BLOCKS * 64);
     s.bias_stride = s.bias_query + steps * C::TILES * 32;
     s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_stride + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
-    s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * C::BIAS_PAGES * steps * 4);
+    s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * C::COLUMN_PAGES * steps * 4);
     s.query = reinterpret_cast<float *>(s.fragments + C::QUERY_TILES * C::QUERY_WORDS * 32);
     s.query_scale = s.query + C::ROWS * C::QUERY_STRIDE;
     s.query_mean = s.query_scale + 16;
     s.query_unit = s.query_mean + 16;
     s.bias_unit = s.query_unit + 16;
+    s.bias_sums = reinterpret_cast<int *>(s.bias_unit + 4);
+    s.bias_row = reinterpret_cast<float2 *>(s.bias_sums + 16);
+    s.bias_own = reinterpret_cast<float4 *>(s.bias_row + 16);
     return s;
 }
 
@@ -140,7 +164,7 @@ DEVICE void put_query(uint32_t *fragments, int m, int g, int row, float lower, f
 
 /* One warp: the queries of four rows as B operands of byte_products(), in units of a row's largest channel over 32,512,
  * high bytes in even columns and low ones in odd. */
-template <class C> DEVICE void put_byte_query(const SegmentData<C> &s, int four, int lane) {
+template <class C, int MODE> DEVICE void put_byte_query(const SegmentData<C> &s, int four, int lane) {
     constexpr int A_GROUP = C::WORDS_A_GROUP;
     const int row = 4 * four + (lane >> 3);
     const float4 *query = reinterpret_cast<const float4 *>(s.query + row * C::QUERY_STRIDE) + (lane & 3) * 4 * A_GROUP;
@@ -156,7 +180,11 @@ template <class C> DEVICE void put_byte_query(const SegmentData<C> &s, int four,
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
     const float up = __fdividef(32512.0f, top);
-    if ((lane & 7) == 0) s.query_unit[row] = 16.0f * up;
+    if ((lane & 7) == 0) {
+        const float unit = 16.0f * up;
+        s.query_unit[row] = unit;
+        if (MODE != MODE_PLAIN) s.bias_row[row] = make_float2(*s.bias_unit * unit, s.query_mean[row] * s.query_scale[row] * unit);
+    }
     /* Rounded to an integer above 2^23: the high byte is the second one once 128 is added. */
     const float round = 12582912.0f + (lane & 4 ? 0.0f : 128.0f);
     const uint32_t take = lane & 4 ? 0x0040 : 0x0051;

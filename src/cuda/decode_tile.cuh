@@ -439,12 +439,12 @@ DEVICE void weigh_unit(Rows<C> &r, const DecodeParams &p, const uint8_t *values,
 template <class C, int MODE>
 DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
                         const uint8_t *unit, int kind, int position, int length, int first_row,
-                        int warp, int lane) {
+                        int warp, int lane, bool large) {
     const int g = lane >> 2, t_first = length - p.n_q_tokens;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     float c[C::TILES][4], score[1][C::COLUMNS];
     score_unit<C>(s, unit, lane, c);
-    if constexpr (MODE != MODE_PLAIN) bias_unit<C, MODE == MODE_BIAS_16>(r, s, p, position, warp, lane, score[0]);
+    if constexpr (MODE != MODE_PLAIN) bias_unit<C, C::MIRRORED || MODE == MODE_BIAS_16>(r, s, p, position, warp, lane, large, score[0]);
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;

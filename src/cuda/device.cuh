@@ -63,6 +63,12 @@ DEVICE float exp2_fast(float x) {
     return r;
 }
 
+DEVICE float sqrt_fast(float x) {
+    float r;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 DEVICE uint32_t half2_bits(__half2 h) { return *reinterpret_cast<uint32_t *>(&h); }
 DEVICE __half2 bits_half2(uint32_t u) { return *reinterpret_cast<__half2 *>(&u); }
 DEVICE uint32_t pack_half2(float lo, float hi) { return half2_bits(__floats2half2_rn(lo, hi)); }

@@ -330,6 +330,10 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->bias_strides);
     cudaFree(layer->bias_turn);
     cudaFree(layer->bias_dims);
+    for (int i = 0; i < LAYER_N_MIRRORS; i++) {
+        cudaFree(layer->mirror_waves[i]);
+        cudaFree(layer->mirror_nu[i]);
+    }
     cudaFree(layer->k_rotation);
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);

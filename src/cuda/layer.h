@@ -7,6 +7,9 @@
 #include "decode_params.h"
 #include "oscar/cuda.h"
 
+/* Distances of pages for which there are tables: 8, 12, 16. */
+#define LAYER_N_MIRRORS 3
+
 /* Device pointers are owned. H = n_kv_heads, d = head_dim. */
 struct oscar_cuda_layer {
     int32_t n_kv_heads, n_q_heads, head_dim, window, sink, recent, ring;
@@ -21,6 +24,7 @@ struct oscar_cuda_layer {
     void *k_rotation_fragments;
     float *k_mean, *v_mean_rotated, *v_rotation_t;
     void *bias_table, *bias_waves, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
+    void *mirror_waves[LAYER_N_MIRRORS], *mirror_nu[LAYER_N_MIRRORS]; /* of pages 4 (i + 2) apart */
     /* For append: see AppendParams in append.cu. */
     float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_feedback;
     float *append_bias_table, *append_bias_freq;

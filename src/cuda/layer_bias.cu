@@ -44,14 +44,14 @@ static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
     return pairs;
 }
 
-/* Sixteen pairs: fragments of cos(x f) - less, then of sin(x f), x = .5 .. 31.5; lane t has pairs 2 t, 2 t + 1 (k = 2 t,
- * 2 t + 1) and 2 t + 8, 2 t + 9. less: 0 or 1. out: [2][high, low][2][32][4] words. */
-static void pack_step(const Pair *pairs, int less, uint32_t *out) {
+/* Sixteen pairs: fragments of cos(x f) - less, then of sin(x f), x = first, first + 1, ..; lane t has pairs 2 t, 2 t + 1
+ * (k = 2 t, 2 t + 1) and 2 t + 8, 2 t + 9. less: 0 or 1. out: [2][high, low][n_blocks][32][4] words. */
+static void pack_step(const Pair *pairs, int less, double first, int n_blocks, uint32_t *out) {
     for (int part = 0; part < 2; part++)
-        for (int block = 0; block < 2; block++)
+        for (int block = 0; block < n_blocks; block++)
             for (int lane = 0; lane < 32; lane++)
                 for (int reg = 0; reg < 4; reg++) {
-                    const double x = 16 * block + (lane >> 2) + 8 * (reg & 1) + .5;
+                    const double x = first + 16 * block + (lane >> 2) + 8 * (reg & 1);
                     uint16_t half[2][2];
                     for (int e = 0; e < 2; e++) {
                         const double angle = pairs[2 * (lane & 3) + e + 8 * (reg >> 1)].freq * x, half_sine = sin(angle / 2);
@@ -61,7 +61,7 @@ static void pack_step(const Pair *pairs, int less, uint32_t *out) {
                         half[1][e] = __half_as_ushort(__float2half_rn((float)(value - (double)__half2float(high))));
                     }
                     for (int low = 0; low < 2; low++)
-                        out[(((part * 2 + low) * 2 + block) * 32 + lane) * 4 + reg] = half[low][0] | (uint32_t)half[low][1] << 16;
+                        out[(((part * 2 + low) * n_blocks + block) * 32 + lane) * 4 + reg] = half[low][0] | (uint32_t)half[low][1] << 16;
                 }
 }
 
@@ -109,35 +109,49 @@ static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cud
 /* What goes to the device, as DecodeParams has it. n: pairs of a head, filled up. */
 struct BiasArrays {
     int steps, n, n_heads;
-    std::vector<uint32_t> table, waves;
-    std::vector<float> nu, units;
+    std::vector<uint32_t> table, waves, mirror_waves[LAYER_N_MIRRORS];
+    std::vector<float> nu, units, mirror_nu[LAYER_N_MIRRORS];
     std::vector<float2> strides;
     std::vector<unsigned long long> turn;
     std::vector<int2> dims;
     int split = 0, even = 0, odd = 0; /* steps that need more than what slow pairs do */
 
-    BiasArrays(int n_tracked, int n_heads_)
+    /* mirrored: for kernels that make the bias of two pages at once, one mirrored to the other. */
+    BiasArrays(int n_tracked, int n_heads_, bool mirrored)
         : steps((n_tracked + 15) / 16 * 2), n(8 * steps), n_heads(n_heads_), table((size_t)n_heads * steps * 512),
           waves(steps == 2 ? table.size() : 0), nu((size_t)n_heads * n * 2), units(n_heads),
           strides(steps <= 8 ? (size_t)33 * n_heads * n : 0), turn((size_t)n_heads * n),
-          dims((size_t)n_heads * n) {}
+          dims((size_t)n_heads * n) {
+        for (int i = 0; mirrored && i < LAYER_N_MIRRORS; i++) {
+            mirror_waves[i].resize(2 * table.size());
+            mirror_nu[i].resize(nu.size());
+        }
+    }
 
     void put_tables(int head, const std::vector<Pair> &pairs) {
         for (int s = 0; s < steps; s += 2) {
             const double fastest = pairs[8 * s].freq;
-            pack_step(&pairs[8 * s], 1, &table[((size_t)head * steps + s) * 512]);
-            if (!waves.empty()) pack_step(&pairs[8 * s], 0, &waves[(size_t)head * 1024]);
+            pack_step(&pairs[8 * s], 1, .5, 2, &table[((size_t)head * steps + s) * 512]);
+            if (!waves.empty()) pack_step(&pairs[8 * s], 0, .5, 2, &waves[(size_t)head * 1024]);
+            for (int i = 0; i < LAYER_N_MIRRORS && !mirror_nu[i].empty(); i++) /* the second page, from the middle of both */
+                pack_step(&pairs[8 * s], 0, 128 * (i + 2) - 31.5, 4, &mirror_waves[i][((size_t)head * steps + s) * 1024]);
             if (fastest > SLOW_PAIR) split = std::max(split, s + 2);
             if (fastest > SLOW_EVEN) even = std::max(even, s + 2);
             if (fastest > SLOW_ODD) odd = std::max(odd, s + 2);
         }
     }
 
+    static void put_nu(std::vector<float> &to, size_t at, const Pair &pair, double angle, double unit) {
+        const double c = cos(angle) / unit, s = sin(angle) / unit;
+        to[2 * at] = (float)(pair.nu[0] * c - pair.nu[1] * s);
+        to[2 * at + 1] = (float)(pair.nu[0] * s + pair.nu[1] * c);
+    }
+
     void put_pair(int head, int k, const Pair &pair, double unit) {
         const size_t at = (size_t)head * n + k;
-        const double f = pair.freq, c = cos(31.5 * f) / unit, s = sin(31.5 * f) / unit;
-        nu[2 * at] = (float)(pair.nu[0] * c - pair.nu[1] * s);
-        nu[2 * at + 1] = (float)(pair.nu[0] * s + pair.nu[1] * c);
+        const double f = pair.freq;
+        put_nu(nu, at, pair, 31.5 * f, unit);
+        for (int i = 0; i < LAYER_N_MIRRORS && !mirror_nu[i].empty(); i++) put_nu(mirror_nu[i], at, pair, (31.5 + 128 * (i + 2)) * f, unit);
         turn[at] = page_turn(f);
         dims[at] = pair.dims;
         for (size_t pages = 0; pages < strides.size() / ((size_t)n_heads * n); pages++) {
@@ -157,7 +171,8 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         if (o->tracked[i] < 0 || o->tracked[i] >= o->rope->n_dims / 2)
             return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "tracked[%d] is %d, expected a pair below %d", i,
                                   o->tracked[i], o->rope->n_dims / 2);
-    BiasArrays a(o->n_tracked, o->n_kv_heads);
+    const bool mirrored = layer->bulk && o->head_dim <= 128 && o->bits_k == 2 && o->bits_v == 2;
+    BiasArrays a(o->n_tracked, o->n_kv_heads, mirrored);
     for (int head = 0; head < o->n_kv_heads; head++) {
         std::vector<Pair> pairs = pairs_of(o, head);
         const double unit = unit_of(pairs);
@@ -175,6 +190,10 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
     upload(&layer->bias_table, a.table, "bias table", &status, error);
     upload(&layer->bias_waves, a.waves, "bias table", &status, error);
     upload(&layer->bias_nu, a.nu, "k_tracked", &status, error);
+    for (int i = 0; i < LAYER_N_MIRRORS; i++) {
+        upload(&layer->mirror_waves[i], a.mirror_waves[i], "bias table", &status, error);
+        upload(&layer->mirror_nu[i], a.mirror_nu[i], "k_tracked", &status, error);
+    }
     upload(&layer->bias_units, a.units, "k_tracked", &status, error);
     upload(&layer->bias_strides, a.strides, "bias turns", &status, error);
     upload(&layer->bias_turn, a.turn, "bias turns", &status, error);

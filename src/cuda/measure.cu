@@ -144,7 +144,7 @@ void Measure::make_layer() {
     std::vector<float> rotation(square), mean((size_t)o->n_kv_heads * o->head_dim), tracked_mean(mean.size());
     for (float &x : rotation) x = normal(random) / sqrtf((float)o->head_dim);
     for (float &x : mean) x = normal(random);
-    for (float &x : tracked_mean) x = 0.3f * normal(random);
+    for (float &x : tracked_mean) x = 0.3f * (float)o->tracked_factor * normal(random);
     std::vector<int> pairs((size_t)o->n_kv_heads * o->n_tracked);
     for (size_t i = 0; i < pairs.size(); i++) /* spread over the frequencies */
         pairs[i] = (int)(i % o->n_tracked) * (o->head_dim / 2) / o->n_tracked;

@@ -337,6 +337,19 @@ static void test_large_bias(int d) {
             }
 }
 
+/* Biases whose low halves are left out, those that need them, and rows of both kinds. A pair's |q| |nu| is 0.9 of
+ * bias_size on average. */
+static void test_bias_sizes(int d) {
+    for (int gqa : {4, 8, 12})
+        for (int tracked : {16, d / 2})
+            for (double log2_units : {8.0, 12.0, 18.0}) {
+                Problem p = make(d, gqa, {4133, 700, 70});
+                p.n_tracked = tracked;
+                p.bias_size = log2_units * sqrt((double)d) / (0.9 * 1.4427 * tracked);
+                run_case("bias of all sizes", p, 1e-3, true);
+            }
+}
+
 static void test_long(int d) {
     if (d != 128) return;
     for (int gqa : {4, 8, 12})
@@ -392,8 +405,8 @@ static void test_quick(int d) {
     for (int gqa : {4, 7, 12, 16}) {
         Problem p = make(d, gqa, {450, 70});
         p.n_kv_heads = 1;
-        p.n_tracked = gqa == 7 ? 16 : 0;
-        p.bias_size = 2;
+        p.n_tracked = gqa == 7 || gqa == 12 ? 16 : 0;
+        p.bias_size = gqa == 12 ? 20 : 2; /* needs low halves, or does not */
         run_case("quick", p, 1e-3, true);
     }
     for (int back = 0; back < 2; back++) {
@@ -451,7 +464,7 @@ int main(int argc, char **argv) {
             void (*run)(int);
         } parts[] = {{"edges", test_edges}, {"groups", test_groups},   {"features", test_features}, {"one", test_one_sequence},
                      {"bits", test_bits},   {"prefill", test_prefill}, {"graph", test_graph},       {"bias", test_large_bias},
-                     {"long", test_long}};
+                     {"sizes", test_bias_sizes}, {"long", test_long}};
         for (const auto &part : parts)
             if (argc < 3 || !strcmp(argv[2], part.name)) part.run(d);
     }
