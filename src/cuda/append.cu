@@ -5,7 +5,7 @@
  * together (a thread has one channel of several rows, so that the rotation is read once), then every
  * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks have a row on
  * every lane (append_lanes.cuh). Rotation and metric lie in shared memory where they fit. Compiled without
- * contraction: codes are bit-equal to the CPU's.
+ * contraction: codes are bit-equal to the CPU's, but for what append_feedback.cuh says.
  *
  * Codes depend on the overlay's rows alone, so an append may end there, and the settle kernels, which begin
  * there, quantise many positions together later.

@@ -1,9 +1,10 @@
 /*
- * append_feedback.cuh - error feedback of 32 rows by a warp, on tensor cores: head_dim 128.
+ * append_feedback.cuh - error feedback of 32 rows by two warps, on tensor cores: head_dim 128.
  *
- * A lane has a row. It rounds sixteen channels in a chain of its own, each channel aiming at what the errors above it
- * leave; then the warp takes what those sixteen errors mean for other channels from a product of errors with B. Errors
- * and B are fp16 numbers with an fp16 remainder, scaled by powers of two, so a product is good to 2^-22; codes are exact.
+ * A lane of the first warp has a row. It rounds sixteen channels in a chain of its own, each channel aiming at what the
+ * errors above it leave; then the warp takes what all errors mean for the next sixteen channels from products of errors
+ * with B. The second warp makes the products that refits and gain need meanwhile. Errors and B are fp16 numbers with an fp16
+ * remainder, scaled by powers of two, so a product is good to 2^-22; codes are exact.
  *
  * That is not the CPU's order of sums, so what is left to round of a channel may be off by some units in its last place.
  * A code depends on that only where it is next to a threshold: a lane that comes closer to one than the sums are exact
@@ -34,12 +35,20 @@ struct FeedbackMetric {
           unscale(ones[129]) {}
 };
 
+/* Values a lane that the warps hand each other. */
+enum { HAND_UNSCALE, HAND_STEP, HAND_OFFSET, HAND_CC, HAND_C1, HAND_RC, HAND_R1, HAND_YR, HAND_YC, HAND_YY, HAND_Y1, N_HAND };
+
 /* Shared memory of the 32 rows. */
 struct FeedbackRows {
     const uint32_t *x; /* [64][32] bf16, two channels a word */
-    uint8_t *a;        /* [8][2][32][8] halves, what is multiplied with B: x at first, then codes in units of 2^bits */
+    uint8_t *c;        /* [8][2][32][8] halves: codes in units of 2^bits */
     uint8_t *e;        /* [8][2][2][32][8] halves: errors, then their remainders; a block's sums until it has errors */
+    uint8_t *halves;   /* [8][2][32][8] halves: x */
+    float *hand;       /* [N_HAND][32] */
+    int pair;          /* of warps */
 
+    /* Both warps come here. */
+    DEVICE void meet() const { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
     DEVICE float x_at(int row, int i) const {
         const uint32_t both = x[(i >> 1) * 32 + row];
         return i & 1 ? bf16_high(both) : bf16_low(both);
@@ -76,57 +85,34 @@ DEVICE void add(Sums &sum, const Sums &other) {
     for (int k = 0; k < 16; k++) sum[k / 8][k / 4 % 2][k % 4] += other[k / 8][k / 4 % 2][k % 4];
 }
 
-/* Adds 16 channels a (shared address, of 32 rows) times a piece of B: numbers to sum, remainders to low. */
-DEVICE void add_piece(uint32_t a, uint32_t piece, Sums &sum, Sums &low, uint32_t (&numbers)[4]) {
-    uint32_t rows[2][4], remainders[4];
-    Sums fresh;
-    load_shared(numbers, piece + 16 * (threadIdx.x & 31));
-    load_rows(rows[0], a);
-    load_rows(rows[1], a + 256);
-    load_shared(remainders, piece + 512 + 16 * (threadIdx.x & 31));
+/* 32 x 16 times 16 x 16: the sums of both. b: as a piece has it. */
+DEVICE void multiply(Sums &fresh, const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) product_f16(fresh[k / 2][k % 2], rows[k / 2], numbers[2 * (k % 2)], numbers[2 * (k % 2) + 1]);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const uint32_t(&r)[4] = rows[k / 2];
-        mma_f16(low[k / 2][k % 2], r[0], r[1], r[2], r[3], remainders[2 * (k % 2)], remainders[2 * (k % 2) + 1]);
-    }
-    add(sum, fresh);
+    for (int k = 0; k < 4; k++) product_f16(fresh[k / 2][k % 2], a[k / 2], b[2 * (k % 2)], b[2 * (k % 2) + 1]);
 }
-DEVICE uint32_t piece_of(const FeedbackMetric &metric, int k, int b) { return metric.pieces + 1024 * (k * (k + 1) / 2 + b); }
-
-/* Errors of the channels above block b times B, for its sixteen columns. */
-DEVICE void feedback_sums(uint32_t errors, const FeedbackMetric &metric, int b, Sums &sum) {
-    Sums low;
-    clear(sum);
-    clear(low);
-#pragma unroll 1
-    for (int k = 7; k > b; k--) {
-        uint32_t numbers[4], rows[2][4];
-        add_piece(errors + 2048 * k, piece_of(metric, k, b), sum, low, numbers);
-        load_rows(rows[0], errors + 2048 * k + 1024);
-        load_rows(rows[1], errors + 2048 * k + 1024 + 256);
+/* The same, added to sum on the tensor cores: for what is small. */
+DEVICE void multiply_add(Sums &sum, const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t(&r)[4] = rows[i / 2];
-            mma_f16(low[i / 2][i % 2], r[0], r[1], r[2], r[3], numbers[2 * (i % 2)], numbers[2 * (i % 2) + 1]);
-        }
-    }
-    add(sum, low);
+    for (int k = 0; k < 4; k++)
+        mma_f16(sum[k / 2][k % 2], a[k / 2][0], a[k / 2][1], a[k / 2][2], a[k / 2][3], b[2 * (k % 2)], b[2 * (k % 2) + 1]);
 }
 
-/* Sixteen columns b of a B. */
-DEVICE void metric_sums(uint32_t a, const FeedbackMetric &metric, int b, Sums &sum) {
-    Sums low;
-    clear(sum);
-    clear(low);
-#pragma unroll 1
-    for (int k = 7; k >= b; k--) {
-        uint32_t numbers[4];
-        add_piece(a + 1024 * k, piece_of(metric, k, b), sum, low, numbers);
-    }
-    add(sum, low);
+/* Sixteen channels of 32 rows of halves. */
+DEVICE void load_block(uint32_t (&a)[2][4], uint32_t address) {
+    load_rows(a[0], address);
+    load_rows(a[1], address + 256);
 }
+
+/* A piece of B. */
+struct Piece {
+    uint32_t numbers[4], remainders[4];
+
+    DEVICE Piece(const FeedbackMetric &metric, int k, int b) {
+        const uint32_t address = metric.pieces + 1024 * (k * (k + 1) / 2 + b) + 16 * (threadIdx.x & 31);
+        load_shared(numbers, address);
+        load_shared(remainders, address + 512);
+    }
+};
 
 /* Sums over the four lanes of a row, from where products are to the lane that has the row. v: of rows 8 k + g. */
 DEVICE float sum_of_row(const float (&v)[4]) {
@@ -136,11 +122,6 @@ DEVICE float sum_of_row(const float (&v)[4]) {
     const float b = (two ? v[3] : v[1]) + __shfl_xor_sync(FULL_WARP, two ? v[1] : v[3], 2);
     const float sum = (one ? b : a) + __shfl_xor_sync(FULL_WARP, one ? a : b, 1);
     return __shfl_sync(FULL_WARP, sum, 4 * (lane & 7) + (lane >> 3));
-}
-/* The other way: values of this lane's rows 8 k + g. */
-DEVICE void rows_of_sums(float v, float (&out)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) out[k] = __shfl_sync(FULL_WARP, v, 8 * k + ((threadIdx.x & 31) >> 2));
 }
 
 /* --- halves -------------------------------------------------------------------------------------- */
@@ -220,7 +201,7 @@ DEVICE void exact_block(const FeedbackRows &w, const AppendMetric &exact, const 
     float left = w.x_at(row, 16 * b + k);
 #pragma unroll 1
     for (int above = 7; above > b; above--) {
-        const __half code = reinterpret_cast<const __half *>(w.a + 1024 * above + 512 * (k >> 3) + 16 * row)[k & 7];
+        const __half code = reinterpret_cast<const __half *>(w.c + 1024 * above + 512 * (k >> 3) + 16 * row)[k & 7];
         const float e = fmaf(step, __half2float(code), offset - w.x_at(row, 16 * above + k));
         float of_row[16];
 #pragma unroll
@@ -248,65 +229,75 @@ DEVICE FeedbackScale feedback_scale(const Levels &q, const FeedbackMetric &metri
     return s;
 }
 
-/* Rounds all channels from the last down, feeding errors back; leaves codes in w.a. */
-DEVICE void feedback_round(const FeedbackRows &w, const Levels &q, const Rounding &to, const FeedbackScale &s,
-                           const FeedbackMetric &metric, const AppendMetric &exact) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll 1
-    for (int b = 7; b >= 0; b--) {
-        float *sums = reinterpret_cast<float *>(w.e + 2048 * b);
-        {
-            Sums sum;
-            feedback_sums(shared_address(w.e), metric, b, sum);
-            store_sums(sums, sum);
-        }
-        __syncwarp();
-        float e[16], c[16];
-        int made_again;
-        asm volatile("mov.u32 %0, 0;" : "=r"(made_again)); /* so that the compiler does not write the loop out twice */
-#pragma unroll 1
-        for (;;) {
-            float x[16], left[16];
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                const uint32_t both = w.x[(8 * b + k) * 32 + lane];
-                x[2 * k] = bf16_low(both);
-                x[2 * k + 1] = bf16_high(both);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float4 v = load4(sums + sums_place(lane, k));
-                left[4 * k] = v.x, left[4 * k + 1] = v.y, left[4 * k + 2] = v.z, left[4 * k + 3] = v.w;
-            }
-            const float factor = made_again ? 1.0f : -s.unscale;
-#pragma unroll
-            for (int k = 0; k < 16; k++) left[k] = fmaf(left[k], factor, made_again ? 0.0f : x[k]);
-            const bool near = feedback_block(q, to, metric.inner + 120 * b, x, left, e, c) < s.margin && !made_again;
-            unsigned rows = __ballot_sync(FULL_WARP, near);
-            if (!rows) break;
-            for (; rows; rows &= rows - 1) exact_block(w, exact, to, __ffs(rows) - 1, b, sums);
-            made_again |= near;
-            __syncwarp();
-        }
-        __syncwarp(); /* errors take the place of sums */
-        store_halves(w.a + 1024 * b, c);
-#pragma unroll
-        for (int k = 0; k < 16; k++) e[k] *= s.scale;
-        store_halves(w.e + 2048 * b, e);
-        store_halves(w.e + 2048 * b + 1024, e);
-        __syncwarp();
+/* Errors of the channels above block b times B, for its sixteen columns. */
+DEVICE void feedback_sums(uint32_t errors, const FeedbackMetric &metric, int b, Sums &sum) {
+    Sums low;
+    clear(sum);
+    clear(low);
+#pragma unroll 2
+    for (int k = 7; k > b; k--) {
+        uint32_t numbers[2][4], rests[2][4];
+        Sums fresh;
+        const Piece piece(metric, k, b);
+        load_block(numbers, errors + 2048 * k);
+        load_block(rests, errors + 2048 * k + 1024);
+        multiply(fresh, numbers, piece.numbers);
+        multiply_add(low, numbers, piece.remainders);
+        multiply_add(low, rests, piece.numbers);
+        add(sum, fresh);
     }
+    add(sum, low);
 }
 
-/* --- a row --------------------------------------------------------------------------------------- */
+/* Rounds block b; leaves codes and errors. */
+DEVICE void round_block(const FeedbackRows &w, const Levels &q, const Rounding &to, const FeedbackScale &s,
+                        const FeedbackMetric &metric, const AppendMetric &exact, int b) {
+    const int lane = threadIdx.x & 31;
+    float *sums = reinterpret_cast<float *>(w.e + 2048 * b), e[16], c[16];
+    unsigned rows;
+    bool made_again = false;
+#pragma unroll 1
+    do {
+        float x[16], left[16];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const uint32_t both = w.x[(8 * b + k) * 32 + lane];
+            x[2 * k] = bf16_low(both);
+            x[2 * k + 1] = bf16_high(both);
+        }
+        const float factor = made_again ? 1.0f : -s.unscale;
+#pragma unroll
+        for (int k = 0; k < 16; k += 4) {
+            const float4 v = load4(sums + sums_place(lane, k / 4));
+            left[k] = fmaf(v.x, factor, made_again ? 0.0f : x[k]);
+            left[k + 1] = fmaf(v.y, factor, made_again ? 0.0f : x[k + 1]);
+            left[k + 2] = fmaf(v.z, factor, made_again ? 0.0f : x[k + 2]);
+            left[k + 3] = fmaf(v.w, factor, made_again ? 0.0f : x[k + 3]);
+        }
+        const bool near = feedback_block(q, to, metric.inner + 120 * b, x, left, e, c) < s.margin && !made_again;
+        rows = __ballot_sync(FULL_WARP, near);
+        for (unsigned rest = rows; rest; rest &= rest - 1) exact_block(w, exact, to, __ffs(rest) - 1, b, sums);
+        made_again = made_again || near;
+        __syncwarp();
+    } while (rows);
+    /* Errors take the place of sums. */
+    store_halves(w.c + 1024 * b, c);
+#pragma unroll
+    for (int k = 0; k < 16; k++) e[k] *= s.scale;
+    store_halves(w.e + 2048 * b, e);
+    store_halves(w.e + 2048 * b + 1024, e);
+}
 
-/* Sums of this lane's rows 8 k + g: of <V, V>, <V, 1>, <r, V>, <r, 1>, <Y, r>, <Y, V> in M, r = Y - s V - m 1 B. */
+/* --- the second warp ----------------------------------------------------------------------------- */
+
+/* Sums of this lane's rows 8 k + g: of <V, V>, <V, 1>, <r, V>, <r, 1>, <Y, r>, <Y, V> in M, r = Y - s V - m 1 B; of <Y, Y>,
+ * <Y, 1>. */
 struct RefitSums {
-    float cc[4], c1[4], rc[4], r1[4], yr[4], yc[4];
+    float cc[4], c1[4], rc[4], r1[4], yr[4], yc[4], yy[4], y1[4];
 
     DEVICE RefitSums() {
 #pragma unroll
-        for (int k = 0; k < 4; k++) cc[k] = c1[k] = rc[k] = r1[k] = yr[k] = yc[k] = 0;
+        for (int k = 0; k < 4; k++) cc[k] = c1[k] = rc[k] = r1[k] = yr[k] = yc[k] = yy[k] = y1[k] = 0;
     }
     DEVICE void add(int k, float d, float one, float v, float y, float step, float offset) {
         const float r = fmaf(-offset, one, fmaf(-step, v, y)), dv = d * v, dy = d * y;
@@ -317,109 +308,182 @@ struct RefitSums {
         yr[k] = fmaf(dy, r, yr[k]);
         yc[k] = fmaf(dy, v, yc[k]);
     }
-};
-
-/* Sums of this lane's rows 8 k + g of <Y, Y>, <Y, 1> in M. */
-struct RowSums {
-    float yy[4], y1[4];
-
-    DEVICE RowSums() {
-#pragma unroll
-        for (int k = 0; k < 4; k++) yy[k] = y1[k] = 0;
+    DEVICE void add_y(int k, float d, float one, float y) {
+        yy[k] = fmaf(d * y, y, yy[k]);
+        y1[k] = fmaf(d * y, one, y1[k]);
     }
 };
 
-/* Calls use(i, k, d, one) for elements i = 0 .. 15 of sixteen columns b of this lane, of rows 8 k + g: [m][n][2 h + e]. */
-template <class F> DEVICE void for_elements(const FeedbackMetric &metric, int b, F use) {
+/* Calls use(v, k, column) for this lane's elements v of sixteen columns: of row 8 k + g, column 0 .. 3 of the lane's own. */
+template <class F> DEVICE void for_elements(Sums &sum, F use) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) use(sum[i / 8][i / 4 % 2][i % 4], 2 * (i / 8) + i / 2 % 2, i / 4 % 2 * 2 + i % 2);
+}
+
+/* What the second warp has of sixteen columns b, of the blocks above so far. */
+struct Columns {
+    Sums v, v_low, y, y_low;
+
+    DEVICE void start() {
+        clear(v);
+        clear(v_low);
+        clear(y);
+        clear(y_low);
+    }
+    /* Adds block k to columns b. */
+    DEVICE void add_block(const FeedbackRows &w, const FeedbackMetric &metric, int k, int b, bool with_y) {
+        uint32_t codes[2][4], x[2][4];
+        Sums fresh, fresh_y;
+        const Piece piece(metric, k, b);
+        load_block(codes, shared_address(w.c + 1024 * k));
+        multiply(fresh, codes, piece.numbers);
+        multiply_add(v_low, codes, piece.remainders);
+        if (with_y) {
+            load_block(x, shared_address(w.halves + 1024 * k));
+            multiply(fresh_y, x, piece.numbers);
+            multiply_add(y_low, x, piece.remainders);
+            add(y, fresh_y);
+        }
+        add(v, fresh);
+    }
+};
+
+/* Adds finished columns b to the sums; y: in local memory, made where with_y. */
+DEVICE void use_columns(Columns &columns, const FeedbackMetric &metric, int b, bool with_y, const float (&unscale)[4],
+                        float unscale_v, const float (&step)[4], const float (&offset)[4], float4 (&y)[4], RefitSums &sums) {
+    float d[4], one[4];
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int column = 16 * b + 8 * n + 2 * (threadIdx.x & 3);
-        const float2 d = *reinterpret_cast<const float2 *>(metric.d + column);
-        const float2 one = *reinterpret_cast<const float2 *>(metric.ones + column);
+        const float2 both_d = *reinterpret_cast<const float2 *>(metric.d + column);
+        const float2 both_one = *reinterpret_cast<const float2 *>(metric.ones + column);
+        d[2 * n] = both_d.x, d[2 * n + 1] = both_d.y;
+        one[2 * n] = both_one.x, one[2 * n + 1] = both_one.y;
+    }
+    add(columns.v, columns.v_low);
+    if (with_y) {
+        add(columns.y, columns.y_low);
+        for_elements(columns.y, [&](float &v, int k, int column) {
+            v *= unscale[k];
+            sums.add_y(k, d[column], one[column], v);
+        });
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            use(8 * (k >> 1) + 4 * n + 2 * (k & 1), k, d.x, one.x);
-            use(8 * (k >> 1) + 4 * n + 2 * (k & 1) + 1, k, d.y, one.y);
+        for (int i = 0; i < 4; i++) {
+            const float(&v)[4] = columns.y[i / 2][i % 2];
+            y[i] = make_float4(v[0], v[1], v[2], v[3]);
         }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float(&v)[4] = columns.y[i / 2][i % 2];
+            v[0] = y[i].x, v[1] = y[i].y, v[2] = y[i].z, v[3] = y[i].w;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int m = i / 8, n = i / 4 % 2, k = 2 * m + i / 2 % 2, column = 2 * n + i % 2;
+        sums.add(k, d[column], one[column], columns.v[m][n][i % 4] * unscale_v, columns.y[m][n][i % 4], step[k], offset[k]);
     }
 }
 
-/* x to w.a, as halves; unscale: what products with it are to be multiplied with. */
-DEVICE void store_rows(const FeedbackRows &w, float largest, float *unscale) {
-    float scale;
-    scale_to_halves(largest, &scale, unscale);
+/* A round of the second warp: the sums of the refit, columns by columns as their codes are there. */
+DEVICE void assist_round(const FeedbackRows &w, const Levels &q, const FeedbackMetric &metric, bool first, float4 (&y)[8][4]) {
+    const int lane = threadIdx.x & 31, g = lane >> 2;
+    const float unscale_v = q.levels * metric.unscale;
+    w.meet(); /* block 7 has been rounded */
+    float unscale[4], step[4], offset[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unscale[k] = w.hand[32 * HAND_UNSCALE + 8 * k + g];
+        step[k] = w.hand[32 * HAND_STEP + 8 * k + g];
+        offset[k] = w.hand[32 * HAND_OFFSET + 8 * k + g];
+    }
+    RefitSums sums;
+    Columns columns;
+    columns.start();
+#pragma unroll 1
+    for (int b = 6; b >= -1; b--) { /* while block b is rounded */
+        columns.add_block(w, metric, b + 1, b + 1, first);
+        use_columns(columns, metric, b + 1, first, unscale, unscale_v, step, offset, y[b + 1], sums);
+        if (b < 0) break;
+        columns.start();
+#pragma unroll 1
+        for (int k = 7; k > b; k--) columns.add_block(w, metric, k, b, first);
+        w.meet();
+    }
+    float *hand = w.hand + lane;
+    hand[32 * HAND_CC] = sum_of_row(sums.cc);
+    hand[32 * HAND_C1] = sum_of_row(sums.c1);
+    hand[32 * HAND_RC] = sum_of_row(sums.rc);
+    hand[32 * HAND_R1] = sum_of_row(sums.r1);
+    hand[32 * HAND_YR] = sum_of_row(sums.yr);
+    hand[32 * HAND_YC] = sum_of_row(sums.yc);
+    if (first) {
+        hand[32 * HAND_YY] = sum_of_row(sums.yy);
+        hand[32 * HAND_Y1] = sum_of_row(sums.y1);
+    }
+    w.meet();
+}
+
+/* What the second warp does while the first feeds back errors; w.halves must be free. */
+DEVICE void assist_feedback(const FeedbackRows &w, const Levels &q, const FeedbackMetric &metric) {
+    float4 y[8][4]; /* this lane's part of x B, in columns 16 b .. */
+    w.meet();
+#pragma unroll 1
+    for (int round = 0; round < LDLQ_REFITS; round++) assist_round(w, q, metric, round == 0, y);
+}
+
+/* --- a row --------------------------------------------------------------------------------------- */
+
+/* x as halves; what products with it are to be multiplied with. */
+DEVICE void hand_rows(const FeedbackRows &w, const FeedbackMetric &metric, float largest) {
+    const int lane = threadIdx.x & 31;
+    float scale, unscale;
+    scale_to_halves(largest, &scale, &unscale);
+    w.hand[32 * HAND_UNSCALE + lane] = unscale * metric.unscale;
 #pragma unroll 1
     for (int b = 0; b < 8; b++) {
         float v[16];
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            const uint32_t both = w.x[(8 * b + k) * 32 + (threadIdx.x & 31)];
+            const uint32_t both = w.x[(8 * b + k) * 32 + lane];
             v[2 * k] = bf16_low(both) * scale;
             v[2 * k + 1] = bf16_high(both) * scale;
         }
-        store_halves(w.a + 1024 * b, v);
+        store_halves(w.halves + 1024 * b, v);
     }
 }
 
-/* Codes of 32 rows to w.a, step and offset of this lane's: error feedback with its refits, from the least squares' on;
- * then the gain, if there is one. largest: |x| of the row. */
+/* Codes of 32 rows to w.c, step and offset of this lane's: error feedback with its refits, from the least squares' on;
+ * then the gain, if there is one. largest: |x| of the row. The other warp assists. */
 DEVICE void feedback_rows(const FeedbackRows &w, const Levels &q, const FeedbackMetric &metric, const AppendMetric &exact,
                           float largest, bool gain, float &step, float &offset) {
-    const uint32_t a = shared_address(w.a);
-    float4 y[8][4];
-    float unscale, unscales[4], yy, y1, factor = 1;
-    store_rows(w, largest, &unscale);
-    rows_of_sums(unscale * metric.unscale, unscales);
-    __syncwarp();
-    {
-        RowSums sums;
-#pragma unroll 1
-        for (int b = 0; b < 8; b++) {
-            Sums product;
-            float v[16];
-            metric_sums(a, metric, b, product);
-            for_elements(metric, b, [&](int i, int k, float d, float one) {
-                v[i] = product[i / 8][i / 4 % 2][i % 4] * unscales[k];
-                sums.yy[k] = fmaf(d * v[i], v[i], sums.yy[k]);
-                sums.y1[k] = fmaf(d * v[i], one, sums.y1[k]);
-            });
-#pragma unroll
-            for (int i = 0; i < 4; i++) y[b][i] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-        }
-        yy = sum_of_row(sums.yy);
-        y1 = sum_of_row(sums.y1);
-    }
-    unscale = q.levels * metric.unscale; /* of codes */
+    float *hand = w.hand + (threadIdx.x & 31), factor = 1;
+    w.meet(); /* w.halves are free */
+    hand_rows(w, metric, largest);
 #pragma unroll 1
     for (int round = 0; round < LDLQ_REFITS; round++) {
-        __syncwarp(); /* all have read w.a */
-        feedback_round(w, q, rounding_of(q, step, offset), feedback_scale(q, metric, step, offset, largest), metric, exact);
-        float steps[4], offsets[4];
-        RefitSums sums;
-        rows_of_sums(step, steps);
-        rows_of_sums(offset, offsets);
+        hand[32 * HAND_STEP] = step;
+        hand[32 * HAND_OFFSET] = offset;
+        const Rounding to = rounding_of(q, step, offset);
+        const FeedbackScale scale = feedback_scale(q, metric, step, offset, largest);
 #pragma unroll 1
-        for (int b = 0; b < 8; b++) {
-            Sums product;
-            float own[16];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float4 v = y[b][i];
-                own[4 * i] = v.x, own[4 * i + 1] = v.y, own[4 * i + 2] = v.z, own[4 * i + 3] = v.w;
-            }
-            metric_sums(a, metric, b, product);
-            for_elements(metric, b, [&](int i, int k, float d, float one) {
-                sums.add(k, d, one, product[i / 8][i / 4 % 2][i % 4] * unscale, own[i], steps[k], offsets[k]);
-            });
+        for (int b = 7; b >= 0; b--) {
+            Sums sum;
+            feedback_sums(shared_address(w.e), metric, b, sum);
+            store_sums(reinterpret_cast<float *>(w.e + 2048 * b), sum);
+            __syncwarp();
+            round_block(w, q, to, scale, metric, exact, b);
+            w.meet();
         }
+        w.meet(); /* sums are there */
         const float old_step = step, old_offset = offset;
-        refit_metric(metric.ones_ones, sum_of_row(sums.cc), sum_of_row(sums.c1), sum_of_row(sums.rc), sum_of_row(sums.r1), step,
+        refit_metric(metric.ones_ones, hand[32 * HAND_CC], hand[32 * HAND_C1], hand[32 * HAND_RC], hand[32 * HAND_R1], step,
                      offset);
         /* The residual of the last round, moved by its refit. */
-        const float yr = sum_of_row(sums.yr) - (step - old_step) * sum_of_row(sums.yc) - (offset - old_offset) * y1;
-        factor = gain_factor(yy, yr);
+        const float yr = hand[32 * HAND_YR] - (step - old_step) * hand[32 * HAND_YC] - (offset - old_offset) * hand[32 * HAND_Y1];
+        factor = gain_factor(hand[32 * HAND_YY], yr);
     }
-    __syncwarp();
     if (gain) {
         step = to_fp16(step * factor);
         offset = to_fp16(offset * factor);

@@ -3,7 +3,8 @@
  *
  * What append_rows.cuh does on sixteen lanes together a lane does here alone, in the same order: nothing is done
  * twice. That takes long for one row and little time for thousands. What is included here is compiled without
- * contraction. A CTA has keys on four warps and values on four; error feedback of keys is append_feedback.cuh.
+ * contraction. A CTA has keys on four warps and values on four. Error feedback of keys is append_feedback.cuh; the warps
+ * of values, who are done by then, assist.
  */
 #ifndef OSCAR_CUDA_APPEND_LANES_CUH
 #define OSCAR_CUDA_APPEND_LANES_CUH
@@ -12,8 +13,8 @@
 
 struct LanesShape {
     static constexpr int D = 128, SIDE_WARPS = 4, ROWS = 32 * SIDE_WARPS; /* of each side */
-    static constexpr int X = D / 2 * 32, A = D / 2 * 32, E = D * 32;      /* words of a warp; keys have all three */
-    static constexpr int KEYS = X + A + E;
+    static constexpr int X = D / 2 * 32, C = D / 2 * 32, E = D * 32;      /* words of a warp: see FeedbackRows */
+    static constexpr int KEYS = X + C + E + N_HAND * 32;
     static constexpr int WORDS = LAYOUT_FEEDBACK_FLOATS + SIDE_WARPS * (KEYS + X);
 };
 
@@ -110,9 +111,10 @@ DEVICE void lane_limits(const LaneRow &w, const Levels &q, float (&limit)[STARTS
     }
 }
 
-/* A round of all starts. Sums of codes are exact in any order. */
+/* A round of all starts. Codes are whole numbers, so their sums are exact in any order: of four at a time. */
 DEVICE void lane_round(const LaneRow &w, const Levels &q, float (&step)[STARTS], float (&offset)[STARTS]) {
-    float inv[STARTS], cc[STARTS], c1[STARTS], zc[STARTS][16], z1[STARTS][16];
+    float inv[STARTS], zc[STARTS][16], z1[STARTS][16];
+    uint32_t cc[STARTS], c1[STARTS], bits[STARTS][4];
 #pragma unroll
     for (int s = 0; s < STARTS; s++) {
         inv[s] = reciprocal(step[s]) * q.unit;
@@ -123,16 +125,23 @@ DEVICE void lane_round(const LaneRow &w, const Levels &q, float (&step)[STARTS],
     for_channels(w, [&](int r, float x) {
 #pragma unroll
         for (int s = 0; s < STARTS; s++) {
-            const float z = x - offset[s], c = round_code(q, z, inv[s], 0.5f * q.unit);
-            cc[s] = fmaf(c, c, cc[s]);
-            c1[s] += c;
-            zc[s][r] = fmaf(z, c, zc[s][r]);
+            const float z = x - offset[s];
+            const float v = fminf(__fadd_rz(__saturatef(__fmaf_rn(z, inv[s], 0.5f * q.unit)), q.magic), q.top);
+            zc[s][r] = fmaf(z, v - q.magic, zc[s][r]);
             z1[s][r] += z;
+            bits[s][r % 4] = __float_as_uint(v); /* the code is the last byte */
+            if (r % 4 == 3) {
+                const uint32_t codes = __byte_perm(__byte_perm(bits[s][0], bits[s][1], 0x0040),
+                                                   __byte_perm(bits[s][2], bits[s][3], 0x0040), 0x5410);
+                cc[s] = __dp4a(codes, codes, cc[s]);
+                c1[s] = __dp4a(codes, 0x01010101u, c1[s]);
+            }
         }
     });
 #pragma unroll
     for (int s = 0; s < STARTS; s++) {
-        const float sum[4] = {cc[s], c1[s], lane_tree(zc[s]), lane_tree(z1[s])};
+        const float sum[4] = {static_cast<float>(cc[s]) * (q.unit * q.unit), static_cast<float>(c1[s]) * q.unit, lane_tree(zc[s]),
+                              lane_tree(z1[s])};
         refit_plain(q, 128.0f, sum, step[s], offset[s]);
     }
 }
@@ -218,7 +227,7 @@ DEVICE EightCodes codes_of_lane(const LaneRow &w, const Levels &q, const Roundin
 
 /* The same where error feedback left them: halves, in units of 2^bits. */
 DEVICE EightCodes codes_of_feedback(const FeedbackRows &w, const Levels &q, int k) {
-    const uint4 v = *reinterpret_cast<const uint4 *>(w.a + 512 * k + 16 * (threadIdx.x & 31));
+    const uint4 v = *reinterpret_cast<const uint4 *>(w.c + 512 * k + 16 * (threadIdx.x & 31));
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     EightCodes codes = {0, 0};
 #pragma unroll
@@ -297,7 +306,7 @@ DEVICE void lane_fetch(const LaneRow &w, const uint16_t *row) {
     }
 }
 
-/* Codes of this lane's row to its tile. packed, feedback: of keys with a metric. */
+/* Codes of this lane's row to its tile. packed, feedback: of keys with a metric, NULL if there is none. */
 DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float *packed, const FeedbackRows &feedback, int side,
                           int head, const RowPlace &at, uint8_t *tile) {
     const AppendSide &from = p.side[side];
@@ -306,9 +315,10 @@ DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float *
     const float largest = lane_least_squares(w, q, &step, &offset);
     const float inv = reciprocal(step);
     const Rounding to = {step * q.levels, offset, inv * q.unit, 0};
+    const bool fed_back = packed && side == 0;
     const int slot = at.position % 64;
     uint8_t *low = tile + side * layout_low_bytes(128), *high = tile + layout_high_offset(128, p.side[0].bits, side);
-    if (packed) {
+    if (fed_back) {
         const AppendMetric exact = metric_of<128>(from.metric + static_cast<size_t>(head) * layout_metric_floats(128));
         feedback_rows(feedback, q, FeedbackMetric(packed), exact, largest, from.gain, step, offset);
         if (at.valid) lane_store_keys(q, slot, low, high, [&](int k) { return codes_of_feedback(feedback, q, k); });
@@ -320,6 +330,10 @@ DEVICE void lane_code_row(const AppendParams &p, const LaneRow &w, const float *
     if (at.valid)
         *reinterpret_cast<__half2 *>(tile + layout_param_offset(128, side) + layout_param(0, slot)) =
             __halves2half2(__float2half_rn(step), __float2half_rn(offset));
+    if (packed && side == 1) {
+        __syncwarp(); /* this warp's rows become halves */
+        assist_feedback(feedback, levels_of(p.side[0].bits), FeedbackMetric(packed));
+    }
 }
 
 /* Rows of tokens that a launch before stored, or rows to settle. */
@@ -330,10 +344,17 @@ __global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_ker
     const int head = blockIdx.x % p.n_kv_heads, row = threadIdx.x % L::ROWS;
     const AppendSide &from = p.side[side];
     float *metric = reinterpret_cast<float *>(words);
-    uint32_t *own = words + LAYOUT_FEEDBACK_FLOATS +
-                    (side ? L::SIDE_WARPS * L::KEYS + (warp - L::SIDE_WARPS) * L::X : warp * L::KEYS);
-    const LaneRow w = {own + lane};
-    const FeedbackRows feedback = {own, reinterpret_cast<uint8_t *>(own + L::X), reinterpret_cast<uint8_t *>(own + L::X + L::A)};
+    const int pair = warp % L::SIDE_WARPS;
+    uint32_t *keys = words + LAYOUT_FEEDBACK_FLOATS + pair * L::KEYS;
+    uint32_t *values = words + LAYOUT_FEEDBACK_FLOATS + L::SIDE_WARPS * L::KEYS + pair * L::X;
+    const LaneRow w = {(side ? values : keys) + lane};
+    FeedbackRows feedback;
+    feedback.x = keys;
+    feedback.c = reinterpret_cast<uint8_t *>(keys + L::X);
+    feedback.e = reinterpret_cast<uint8_t *>(keys + L::X + L::C);
+    feedback.halves = reinterpret_cast<uint8_t *>(values);
+    feedback.hand = reinterpret_cast<float *>(keys + L::X + L::C + L::E);
+    feedback.pair = pair;
     if (p.side[0].feedback)
         stage(metric, p.side[0].feedback + static_cast<size_t>(head) * LAYOUT_FEEDBACK_FLOATS, LAYOUT_FEEDBACK_FLOATS, blockDim.x);
     let_next_kernel_start();
@@ -350,7 +371,7 @@ __global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_ker
         }
         first = false;
         __syncwarp();
-        lane_code_row(p, w, side == 0 && from.feedback ? metric : nullptr, feedback, side, head, at, tile_of(p, at, head));
+        lane_code_row(p, w, p.side[0].feedback ? metric : nullptr, feedback, side, head, at, tile_of(p, at, head));
         __syncwarp(); /* the rows' place is free */
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

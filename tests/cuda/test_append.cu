@@ -484,11 +484,12 @@ static void run_ragged_cases(bool quick, uint64_t seed) {
     for (int d : {128, 64, 256})
         for (int hint : {1, 64, 4096}) { /* at head_dim 128 the last ones have a row on every lane */
             const bool many = d == 128 && (hint == 4096 || (hint == 64 && !quick));
-            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5, hint, seed++,
-                       !many);
+            run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5,
+                       hint, seed++, !many);
             if (quick) continue;
             run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, n_seqs, 5, hint, seed++);
-            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 2}, n_seqs, 5, hint, seed++, !many);
+            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 2}, n_seqs, 5, hint, seed++,
+                       !many);
             run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, n_seqs, 0, hint, seed++);
             run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, n_seqs, 64, hint, seed++);
             run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, n_seqs, 5, hint, seed++);
@@ -506,7 +507,7 @@ int main(void) {
     check_arguments();
     /* Up to 64 tokens a row is a warp's at head_dim 128. */
     const bool quick = getenv("OSCAR_CUDA_TEST_QUICK") != NULL;
-    for (int n : {quick ? 80 : 700, quick ? 7 : 61})
+    for (int n : {quick ? 130 : 700, quick ? 7 : 61})
         for (int d : {128, 64, 256}) {
             run_case({d, 2, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
             run_case({d, 2, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
