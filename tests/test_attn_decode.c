@@ -6,6 +6,7 @@
 
 #define TILE 64
 #define MAX_PAGES 6
+#define PI 3.14159265358979
 /* Errors allowed, relative to the rms of the logits and of the output row. */
 #define LOGIT_ERROR 1e-3
 #define OUTPUT_ERROR 2e-3
@@ -45,7 +46,7 @@ static void *make(size_t n, size_t size) {
     return p;
 }
 
-/* A page of ones bits (NaN steps), of which the first `count` rows are put. */
+/* A page of ones bits (NaN steps), of which the first `count` rows are put; numbers spread alike whatever the bits. */
 static uint8_t *make_page(const page_side *side, int count, double *rows) {
     uint8_t *page = make(side->bytes, 1);
     memset(page, 0xff, side->bytes);
@@ -53,7 +54,7 @@ static uint8_t *make_page(const page_side *side, int count, double *rows) {
         uint8_t codes[OSCAR_MAX_HEAD_DIM];
         uint16_t params[2 * CODEC_MAX_GROUPS];
         for (int g = 0; g < side->n_groups; g++) {
-            float step = (float)(0.2 + rng_uniform(&random_state));
+            float step = (float)(0.2 + rng_uniform(&random_state)) * 3 / (float)((1 << side->bits) - 1);
             params[2 * g] = fp16_from_float(step);
             params[2 * g + 1] = fp16_from_float(-step * (float)((1 << side->bits) - 1) / 2 + 0.1f * random_normal());
         }
@@ -112,6 +113,19 @@ static void attend(decode_case *c, int r, double scale) {
     for (int i = 0; i < s->d; i++) out[i] /= total;
 }
 
+/* A vector of every pair, turned from slot to slot: slowly, as the pairs of a model are, or by half a circle. */
+static void make_table(decode_case *c) {
+    uint64_t state = (uint64_t)(c->s.length + 1000 * c->s.d);
+    for (int p = 0; p < c->s.n_pairs; p++) {
+        double length = (double)c->s.bias * sqrt(2) * rng_normal(&state), angle = 2 * PI * rng_uniform(&state);
+        double turn = p % 8 == 7 ? PI : pow(10, -3 * rng_uniform(&state));
+        for (int t = 0; t < TILE; t++) {
+            c->table[2 * p * TILE + t] = (float)(length * cos(angle + turn * t));
+            c->table[(2 * p + 1) * TILE + t] = (float)(length * sin(angle + turn * t));
+        }
+    }
+}
+
 static decode_case case_make(const shape *s) {
     decode_case c = {.s = *s, .k_side = page_side_make(PAGE_KEY, s->d, s->bits_k),
                      .v_side = page_side_make(PAGE_VALUE, s->d, s->bits_v)};
@@ -131,7 +145,7 @@ static decode_case case_make(const shape *s) {
     c.bias = make(rows, sizeof *c.bias);
     c.want = make(rows * d, sizeof *c.want);
     c.logits = make(rows * n, sizeof *c.logits);
-    for (size_t i = 0; i < 2 * pairs * TILE; i++) c.table[i] = s->bias * random_normal();
+    make_table(&c);
     for (size_t i = 0; i < (size_t)c.n_pages * rows * 2 * pairs; i++) c.turned[i] = random_normal();
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < d; i++) c.q[r * (d + 2 * pairs) + i] = random_normal() * (random_below(30) ? 1.0f : 6.0f);

@@ -75,12 +75,14 @@ typedef struct attn_ops {
 #define ATTN_BIAS_CHUNKS 4
 /* Chunks of 64 channels of all groups together. */
 #define ATTN_KEY_CHUNKS ((OSCAR_MAX_HEAD_DIM + 63) / 64)
+#define ATTN_PAIRS_MAX (OSCAR_MAX_HEAD_DIM / 2)
 
 typedef struct attn_decode {
     /* Set by the caller. */
     attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
     const page_side *k_side, *v_side;
-    const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys */
+    const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys: 2 p, 2 p + 1 the coordinates of
+                              * one vector, turned by the same angle from slot to slot */
     /* Of the page after the one in hand: its keys (NULL: none, or not known), and whether the tracked pairs, as
      * rows->q will hold them, are in `turned` [n_rows, q_dim - head_dim]. */
     const uint8_t *next_keys;
@@ -98,6 +100,10 @@ typedef struct attn_decode {
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
     _Alignas(64) int8_t p_bytes[ATTN_DECODE_ROWS][2][64]; /* high, low */
+    /* Of the bias_table, once it is needed (`halved`): cosine and sine rows of slots 32 to 63 about the page's middle,
+     * and what turns a query's pairs there, [factor of itself, of its other half]; attn_decode_bias.h. */
+    bool halved;
+    _Alignas(64) float bias_half[2 * ATTN_PAIRS_MAX][32], bias_turn[2][2 * ATTN_PAIRS_MAX];
     /* AMX: the thread's tile configuration before begin, and which one is there now. */
     _Alignas(64) uint8_t caller_tiles[64];
     int32_t tiles;

@@ -82,6 +82,8 @@ INLINE void dots(const int bits, const int n_rows, const int n_vecs, const code_
 INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, const uint8_t *page, uint64_t valid) {
     const page_side *side = d->k_side;
     const int n_vecs = dot_vecs(n_rows), units = side->group / 16;
+    const int8_t *bytes = d->q_bytes[d->first + r0][0];
+    const float *scales = d->q_scale[d->first + r0], *q_sums = d->q_sum[d->first + r0]; /* [n_rows][CODEC_MAX_GROUPS] */
     float *logits = d->rows->logits + (int64_t)r0 * TILE;
     for (int vec = 0; vec < TILE_VECS; vec += n_vecs) {
         code_plane plane = key_plane(bits, side, page, vec);
@@ -90,7 +92,7 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
             for (int unit = 0; unit < units; unit += DOT_UNITS(bits)) {
                 int first = g * units + unit, n = units - unit < DOT_UNITS(bits) ? units - unit : DOT_UNITS(bits);
                 dot_sums sums;
-                dots(bits, n_rows, n_vecs, &plane, first, first + n, d->q_bytes[d->first + r0][0], OSCAR_MAX_HEAD_DIM, false, &sums);
+                dots(bits, n_rows, n_vecs, &plane, first, first + n, bytes, OSCAR_MAX_HEAD_DIM, false, &sums);
                 UNROLL for (int v = 0; v < 4; v++) {
                     if (v >= n_vecs) continue;
                     vf step, offset;
@@ -99,9 +101,9 @@ INLINE void key_rows(const int bits, const int n_rows, attn_decode *d, int r0, c
                         if (r >= n_rows) continue;
                         float *out = logits + r * TILE + (vec + v) * LANES;
                         vf x = first == 0 ? vf_zero() : vf_load(out);
-                        if (unit == 0) x = vf_fma(offset, vf_set1(d->q_sum[d->first + r0 + r][g]), x);
+                        if (unit == 0) x = vf_fma(offset, vf_set1(q_sums[r * CODEC_MAX_GROUPS + g]), x);
                         vf sum = vf_from_int(dot_total(sums.high[r][v], sums.low[r][v]));
-                        vf_store(out, vf_fma(vf_mul(step, vf_set1(d->q_scale[d->first + r0 + r][g])), sum, x));
+                        vf_store(out, vf_fma(vf_mul(step, vf_set1(scales[r * CODEC_MAX_GROUPS + g])), sum, x));
                     }
                 }
             }
@@ -187,6 +189,6 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     }
 }
 
-const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .begin = begin, .page = page};
+const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .open = open_bias, .begin = begin, .page = page};
 
 #endif

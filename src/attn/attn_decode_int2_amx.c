@@ -25,6 +25,7 @@ static bool fits(const attn_decode *d) { return d->k_side->n_groups == 1 || d->k
 static void tile_open(attn_decode *d) {
     d->first = 0;
     d->spread_of = d->scored_of = NULL;
+    open_bias(d);
     keep_tiles(d);
     if (n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d);
 }

@@ -9,8 +9,11 @@
 static inline int dot_vecs(int n_rows) { return n_rows <= 2 ? 2 : 1; }
 /* Four sums of two products of a code and a byte of -128 a unit, before 16 bits overflow. */
 #define DOT_UNITS(bits) ((bits) == 2 ? 8 : (bits) == 3 ? 4 : 2)
+/* A sum that stays where it is: GCC would make trees of integer sums, for whose terms there are no registers. */
 static inline vi dot_add(vi acc, vi codes, vi bytes) {
-    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, bytes));
+    acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, bytes));
+    __asm__("" : "+x"(acc));
+    return acc;
 }
 static inline vi dot_total(vi high, vi low) {
     return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)),

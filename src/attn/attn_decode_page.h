@@ -24,6 +24,8 @@
 #define LOG2_E 1.44269504f
 #define LN_2 0.693147181f
 #define GROWTH_MAX 8.0f
+#include "attn/attn_decode_bias.h"
+
 /* Bytes from a 64-byte block's start to vector v of it, and between vectors of one register block:
  * blocks of a tile row lie a stride apart, and an AVX2 vector is half a block. */
 #define VEC_BYTES (4 * LANES)
@@ -74,56 +76,6 @@ INLINE code_plane value_plane(const page_side *side, const uint8_t *page, int ve
         .vec = VEC_BYTES,
         .high_vec = VEC_BYTES,
     };
-}
-
-/* What makes products logits. */
-static inline float power_scale(const attn_rows *rows) { return rows->logit_scale * LOG2_E; }
-
-/* --- bias ----------------------------------------------------------------------------------- */
-
-/* logits += turned query times the constant rows, two vectors of tokens at a time. */
-INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
-    enum { N = 2 };
-    const attn_rows *rows = d->rows;
-    const float *q = rows->q + (int64_t)r0 * rows->q_dim + rows->head_dim;
-    const int n_k = rows->q_dim - rows->head_dim;
-    const vf scale = vf_set1(power_scale(rows));
-    const int64_t stride = rows->q_dim;
-    for (int vec = 0; vec < TILE_VECS; vec += N) {
-        float *logits = rows->logits + (int64_t)r0 * TILE + vec * LANES;
-        const float *table = d->bias_table + vec * LANES;
-        vf sum[DOT_ROWS][N];
-        UNROLL for (int r = 0; r < DOT_ROWS; r++)
-            UNROLL for (int v = 0; v < N; v++)
-                sum[r][v] = vf_zero();
-        for (int k = 0; k < n_k; k++, table += TILE) {
-            vf b[N];
-            UNROLL for (int v = 0; v < N; v++) b[v] = vf_load(table + v * LANES);
-            UNROLL for (int r = 0; r < DOT_ROWS; r++)
-                UNROLL for (int v = 0; v < N; v++)
-                    if (r < n_rows) sum[r][v] = vf_fma(vf_set1(q[r * stride + k]), b[v], sum[r][v]);
-        }
-        UNROLL for (int r = 0; r < DOT_ROWS; r++)
-            UNROLL for (int v = 0; v < N; v++)
-                if (r < n_rows) {
-                    float *out = logits + r * TILE + v * LANES;
-                    vf_store(out, vf_fma(sum[r][v], scale, vf_load(out)));
-                }
-    }
-}
-
-#define BIAS_KERNEL(rows)                                                                          \
-    static void bias_##rows(attn_decode *d, int r0) { bias_rows(rows, d, r0); }
-#define BIAS_ENTRY(rows) [rows - 1] = bias_##rows,
-DECODE_BLOCKS(BIAS_KERNEL)
-static void (*const bias_kernels[DOT_ROWS])(attn_decode *d, int r0) = {DECODE_BLOCKS(BIAS_ENTRY)};
-
-static void bias_products(attn_decode *d) {
-    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
-    for (int i = 0; i < n_blocks; i++) {
-        int r0 = n * i / n_blocks;
-        bias_kernels[n * (i + 1) / n_blocks - r0 - 1](d, r0);
-    }
 }
 
 /* --- bytes ---------------------------------------------------------------------------------- */
@@ -246,6 +198,7 @@ INLINE void softmax_rows(attn_decode *d, const uint64_t *masks, const bool weigh
         }
         UNROLL for (int v = 0; v < TILE_VECS; v++) {
             vf p = vf_exp2(x[v]);
+            if (EXP2_LEAST && masks[r] != UINT64_MAX) p = vf_keep(lane_bits(masks[r], v * LANES), p);
             sum = vf_add(sum, p);
             if (weigh) {
                 mean = vf_fma(p, offsets[v], mean);

@@ -28,6 +28,17 @@ static inline vf vf_fraction(vf x, vf *n) {
     *n = _mm256_floor_ps(x);
     return _mm256_sub_ps(x, *n);
 }
+/* x - n for the nearest whole n, which vf_add_exponent() takes: the low bits of a float whose last bit is 1. */
+#define VF_NEAREST
+static inline vf vf_nearest(vf x, vf *n) {
+    const __m256 unit = _mm256_set1_ps(12582912.0f); /* 1.5 2^23 */
+    *n = _mm256_add_ps(x, unit);
+    return _mm256_sub_ps(x, _mm256_sub_ps(*n, unit));
+}
+/* x 2^n as long as that is a normal number */
+static inline vf vf_add_exponent(vf x, vf n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
 static inline bool vf_any_above(vf x, vf limit) { return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ)) != 0; }
 static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 static inline vf vf_copysign(vf x, vf sign) {
@@ -42,6 +53,10 @@ static inline vf vf_times_pow2(vf x, vf n) {
     __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)));
 }
+
+static inline vf vf_reverse(vf x) { return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0)); }
+/* Lanes 2 i and 2 i + 1 exchanged. */
+static inline vf vf_swap_pairs(vf x) { return _mm256_permute_ps(x, 0xb1); }
 
 /* All ones in the lanes whose bit is set. */
 static inline __m256 lane_mask(uint32_t bits) {

@@ -39,6 +39,12 @@ static inline vf vf_where_less(vf a, vf b, vf x, vf y) {
 /* x 2^n, n rounded down; -inf included. */
 static inline vf vf_times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 
+static inline vf vf_reverse(vf x) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), x);
+}
+/* Lanes 2 i and 2 i + 1 exchanged. */
+static inline vf vf_swap_pairs(vf x) { return _mm512_permute_ps(x, 0xb1); }
+
 /* Lanes whose bit is clear become 0, or -inf. */
 static inline vf vf_keep(uint32_t bits, vf x) { return _mm512_maskz_mov_ps((__mmask16)bits, x); }
 static inline vf vf_hide(uint32_t bits, vf x) {

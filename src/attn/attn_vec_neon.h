@@ -28,6 +28,17 @@ static inline vf vf_fraction(vf x, vf *n) {
     *n = vrndmq_f32(x);
     return vsubq_f32(x, *n);
 }
+/* x - n for the nearest whole n, which vf_add_exponent() takes: the low bits of a float whose last bit is 1. */
+#define VF_NEAREST
+static inline vf vf_nearest(vf x, vf *n) {
+    const vf unit = vf_set1(12582912.0f); /* 1.5 2^23 */
+    *n = vaddq_f32(x, unit);
+    return vsubq_f32(x, vsubq_f32(*n, unit));
+}
+/* x 2^n as long as that is a normal number */
+static inline vf vf_add_exponent(vf x, vf n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vshlq_n_s32(vreinterpretq_s32_f32(n), 23)));
+}
 static inline bool vf_any_above(vf x, vf limit) { return vmaxvq_u32(vcgtq_f32(x, limit)) != 0; }
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }
 static inline vf vf_copysign(vf x, vf sign) { return vbslq_f32(vdupq_n_u32(1u << 31), sign, x); }
@@ -38,6 +49,13 @@ static inline vf vf_times_pow2(vf x, vf n) {
     vi e = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));
     return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(e, 23)));
 }
+
+static inline vf vf_reverse(vf x) {
+    vf pairs = vrev64q_f32(x);
+    return vextq_f32(pairs, pairs, 2);
+}
+/* Lanes 2 i and 2 i + 1 exchanged. */
+static inline vf vf_swap_pairs(vf x) { return vrev64q_f32(x); }
 
 /* All ones in the lanes whose bit is set. */
 static inline uint32x4_t lane_mask(uint32_t bits) {
