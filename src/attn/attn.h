@@ -76,6 +76,8 @@ typedef struct attn_ops {
 /* Chunks of 64 channels of all groups together. */
 #define ATTN_KEY_CHUNKS ((OSCAR_MAX_HEAD_DIM + 63) / 64)
 #define ATTN_PAIRS_MAX (OSCAR_MAX_HEAD_DIM / 2)
+/* Channels for whose pairs AVX2 keeps tables. */
+#define ATTN_TABLES_DIM 256
 
 typedef struct attn_decode {
     /* Set by the caller. */
@@ -100,28 +102,32 @@ typedef struct attn_decode {
     float p_scale[ATTN_DECODE_ROWS];  /* of the rounded weights */
     float p_offset[ATTN_DECODE_ROWS]; /* sum of weight times value offset */
     _Alignas(64) int8_t p_bytes[ATTN_DECODE_ROWS][2][64]; /* high, low */
-    /* Of the bias_table, once it is needed (`halved`): cosine and sine rows of slots 32 to 63 about the page's middle,
-     * and what turns a query's pairs there, [factor of itself, of its other half]; attn_decode_bias.h. */
-    bool halved;
-    _Alignas(64) float bias_half[2 * ATTN_PAIRS_MAX][32], bias_turn[2][2 * ATTN_PAIRS_MAX];
     /* AMX: the thread's tile configuration before begin, and which one is there now. */
     _Alignas(64) uint8_t caller_tiles[64];
     int32_t tiles;
     /* AMX: the constant rows as BF16 in tiles. */
     _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
-    /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
-    _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
+    union {
+        /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
+        _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
+        /* AVX2: queries as tables: [n_rows][head_dim / 2][low, high][16], attn_decode_tables.h. */
+        _Alignas(64) uint8_t q_tables[ATTN_ROWS_MAX * ATTN_TABLES_DIM * 16];
+    };
     /* AMX: products of a stripe with keys: [rows from 0, from 8][16 tokens], 8 rows as high and low bytes, by token. */
     _Alignas(64) int32_t key_products[2][4][16][16];
     /* AMX: turned pairs as sums of two BF16 numbers, [high, low], and their products with the table, by token. */
     _Alignas(64) uint16_t bias_operands[ATTN_BIAS_CHUNKS][2][ATTN_DECODE_ROWS][32];
     _Alignas(64) float bias_products[4][ATTN_DECODE_ROWS][16];
-    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. */
+    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. AVX2: keys, two codes a byte. */
     _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
     /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
      * values [32][head_dim][2]. */
     _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64];
     const uint16_t *b_keys, *b_values; /* those, or the page itself */
+    /* Of the bias_table, once it is needed (`halved`): cosine and sine rows of slots 32 to 63 about the page's middle,
+     * and what turns a query's pairs there, [factor of itself, of its other half]; attn_decode_bias.h. */
+    bool halved;
+    _Alignas(64) float bias_half[2 * ATTN_PAIRS_MAX][32], bias_turn[2][2 * ATTN_PAIRS_MAX];
 } attn_decode;
 
 typedef struct attn_decode_ops {

@@ -14,11 +14,15 @@
  *   dot_add(acc, codes, bytes), dot_total(high, low)
  *                         acc + dot products of four bytes a lane; 256 high + low as 32-bit lanes
  *   ATTN_DECODE_TABLE, ATTN_DECODE_NAME
+ * It may define DOT_TABLES: keys of 2 bits go through attn_decode_tables.h.
  */
 #ifndef OSCAR_ATTN_DECODE_DOT_H
 #define OSCAR_ATTN_DECODE_DOT_H
 
 #include "attn/attn_decode_page.h"
+#ifdef DOT_TABLES
+#include "attn/attn_decode_tables.h"
+#endif
 
 typedef struct dot_sums {
     vi high[DOT_ROWS][4], low[DOT_ROWS][4];
@@ -165,6 +169,12 @@ static const struct decode_kernels {
 /* --- a page --------------------------------------------------------------------------------- */
 
 static void dot_keys(attn_decode *d, const uint8_t *keys, uint64_t valid) {
+#ifdef DOT_TABLES
+    if (in_tables(d->k_side)) {
+        table_keys(d, keys, valid);
+        return;
+    }
+#endif
     const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
@@ -182,6 +192,9 @@ static void dot_values(attn_decode *d, const uint8_t *values, int g) {
 
 static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uint64_t valid, const uint64_t *masks) {
     stripe s = {.all = d->rows};
+#ifdef DOT_TABLES
+    if (in_tables(d->k_side)) spread_pairs(d, keys);
+#endif
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) {
         dot_keys(d, keys, valid);
         if (d->rows->q_dim > d->rows->head_dim) bias_products(d);
@@ -189,6 +202,16 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     }
 }
 
-const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .open = open_bias, .begin = begin, .page = page};
+static void dot_begin(attn_decode *d) {
+#ifdef DOT_TABLES
+    if (in_tables(d->k_side)) {
+        make_tables(d);
+        return;
+    }
+#endif
+    begin(d);
+}
+
+const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .open = open_bias, .begin = dot_begin, .page = page};
 
 #endif
