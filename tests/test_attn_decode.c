@@ -360,6 +360,32 @@ static void test_rows_are_independent(void **state) {
     }
 }
 
+/* A row that sees nothing of a page which another row sees is left as it was. */
+static void test_empty_mask(void **state) {
+    (void)state;
+    enum { D = 64, ROWS = 2 };
+    random_state = rng_seed(__func__, 39);
+    const attn_decode_ops *ops[MAX_TABLES];
+    int n_ops = tables(ops);
+    decode_case c = case_make(&(shape){.d = D, .bits_k = 2, .bits_v = 2, .n_rows = ROWS, .length = TILE});
+    for (int o = 0; o < n_ops; o++) {
+        attn_decode *decode = aligned_calloc(1, sizeof *decode);
+        float top[ROWS] = {-INFINITY, -INFINITY}, sum[ROWS] = {0}, acc[ROWS * D] = {0}, logits[ROWS * TILE];
+        attn_rows rows = {.n_rows = ROWS, .head_dim = D, .q_dim = D, .logit_scale = 0.125f, .q = c.q, .q_bias = c.bias,
+                          .row_max = top, .row_sum = sum, .acc = acc, .logits = logits};
+        decode->rows = &rows, decode->k_side = &c.k_side, decode->v_side = &c.v_side;
+        if (ops[o]->open) ops[o]->open(decode);
+        ops[o]->begin(decode);
+        ops[o]->page(decode, c.keys[0], c.values[0], UINT64_MAX, (uint64_t[ROWS]){UINT64_MAX, 0});
+        if (ops[o]->end) ops[o]->end(decode);
+        assert_true(sum[0] > 0 && top[0] > -INFINITY);
+        assert_true(sum[1] == 0 && top[1] == -INFINITY);
+        for (int i = 0; i < D; i++) assert_true(acc[D + i] == 0);
+        aligned_free(decode);
+    }
+    case_free(&c);
+}
+
 /* The bias alone: its absolute error where it reaches a thousand. The weights left in the scratch, times the
  * values' steps, say what a logit was; those that underflow say nothing. */
 static void test_large_bias(void **state) {
@@ -435,6 +461,7 @@ int main(void) {
         cmocka_unit_test(test_overlay),
         cmocka_unit_test(test_many_rows),
         cmocka_unit_test(test_rows_are_independent),
+        cmocka_unit_test(test_empty_mask),
         cmocka_unit_test(test_large_bias),
 #if defined(__x86_64__)
         cmocka_unit_test(test_tiles_are_restored),
