@@ -161,8 +161,16 @@ static void case_free(decode_case *c) {
     aligned_free(c->q), aligned_free(c->bias), aligned_free(c->want), aligned_free(c->logits);
 }
 
+/* The table that a decode kernel may be given, every other time. */
+static void *made_table(const attn_decode_ops *ops, const decode_case *c) {
+    const size_t bytes = n_runs % 2 && c->s.n_pairs && ops->table_bytes ? ops->table_bytes(c->s.n_pairs) : 0;
+    void *table = bytes ? make(bytes, 1) : NULL;
+    if (table) ops->make_table(c->table, c->s.n_pairs, table);
+    return table;
+}
+
 /* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. Whether a page is told of the
- * next one changes from run to run, which must change nothing. */
+ * next one, and whether its table is there, changes from run to run, which must change nothing. */
 static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1, float *out) {
     const shape *s = &c->s;
     int d = s->d, q_dim = d + 2 * s->n_pairs, n = r1 - r0;
@@ -178,6 +186,8 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
     for (int r = 0; r < n; r++) rows.row_max[r] = -INFINITY;
     decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
     n_runs++;
+    void *table = made_table(ops, c);
+    decode->table = table;
     if (ops->open) ops->open(decode);
     ops->begin(decode);
     if (ops->overlay) ops->begin_overlay(decode);
@@ -204,7 +214,7 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
     if (ops->end) ops->end(decode);
     for (int r = 0; r < n; r++)
         for (int i = 0; i < d; i++) out[r * d + i] = acc[r * d + i] / rows.row_sum[r];
-    aligned_free(decode), aligned_free(q), aligned_free(acc), aligned_free(state), aligned_free(logits);
+    aligned_free(decode), aligned_free(q), aligned_free(acc), aligned_free(state), aligned_free(logits), aligned_free(table);
 }
 
 /* The worst difference from float64, relative to the row's rms. */

@@ -79,12 +79,16 @@ typedef struct attn_ops {
 /* Channels for whose pairs AVX2 keeps tables. */
 #define ATTN_TABLES_DIM 256
 
+/* AMX: 16 tracked pairs as B operands: tiles of 16 tokens, high and low, pair, token and cos/sin. */
+typedef uint16_t bias_chunk[4][2][16][32];
+
 typedef struct attn_decode {
     /* Set by the caller. */
     attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys: 2 p, 2 p + 1 the coordinates of
                               * one vector, turned by the same angle from slot to slot */
+    const void *table; /* what make_table() made of bias_table; NULL: it is made anew */
     /* Of the page after the one in hand: its keys (NULL: none, or not known), and whether the tracked pairs, as
      * rows->q will hold them, are in `turned` [n_rows, q_dim - head_dim]. */
     const uint8_t *next_keys;
@@ -105,8 +109,9 @@ typedef struct attn_decode {
     /* AMX: the thread's tile configuration before begin, and which one is there now. */
     _Alignas(64) uint8_t caller_tiles[64];
     int32_t tiles;
-    /* AMX: the constant rows as BF16 in tiles. */
-    _Alignas(64) uint16_t bias_tiles[ATTN_BIAS_CHUNKS][4][2][16][32]; /* high, low; pair, token and cos/sin */
+    /* AMX: the constant rows as BF16 in tiles, and room for them. */
+    const bias_chunk *bias_tiles;
+    _Alignas(64) bias_chunk own_bias_tiles[ATTN_BIAS_CHUNKS];
     union {
         /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
         _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
@@ -133,6 +138,10 @@ typedef struct attn_decode {
 typedef struct attn_decode_ops {
     const char *name;
     int32_t ahead_rows; /* up to so many rows the next page's turned pairs are of use, if there is room for them */
+    /* The bias table of a head in the form that its pages want: bytes of it, and the table, 64-byte aligned. NULL:
+     * they take it as it is. */
+    size_t (*table_bytes)(int32_t n_pairs);
+    void (*make_table)(const float *bias_table, int32_t n_pairs, void *table);
     /* Before anything else, with what does not depend on the queries; NULL: nothing to do. */
     void (*open)(attn_decode *decode);
     /* Takes the rotated queries over from rows->q; call it after they were written, before the first page. */

@@ -62,6 +62,7 @@ INLINE void restore_tiles(attn_decode *d) {
 
 static int n_pairs(const attn_decode *d) { return (d->rows->q_dim - d->rows->head_dim) / 2; }
 static bool bias_in_tiles(const attn_decode *d) { return n_pairs(d) <= 16 * ATTN_BIAS_CHUNKS; }
+static int bias_chunks(int n_pairs) { return (n_pairs + 15) / 16; }
 
 /* x = high + low + little: BF16 bits in the upper halves of the lanes. */
 INLINE void split_bf16(vf x, vi *high, vi *low) {
@@ -71,13 +72,13 @@ INLINE void split_bf16(vf x, vi *high, vi *low) {
 }
 
 /* The constant rows 2 p, 2 p + 1 side by side for every token, as a B operand has them. */
-static inline void make_bias_tiles(attn_decode *d) {
-    for (int p = 0; p < (n_pairs(d) + 15) / 16 * 16; p++)
+static void make_bias_tiles(const float *table, int32_t n_pairs, bias_chunk *tiles) {
+    for (int p = 0; p < 16 * bias_chunks(n_pairs); p++)
         for (int t = 0; t < 4; t++) {
             vi high[2] = {vi_zero(), vi_zero()}, low[2] = {vi_zero(), vi_zero()};
-            for (int k = 0; k < 2 && p < n_pairs(d); k++)
-                split_bf16(vf_load(d->bias_table + (2 * p + k) * TILE + 16 * t), &high[k], &low[k]);
-            uint16_t(*tile)[16][32] = d->bias_tiles[p / 16][t];
+            for (int k = 0; k < 2 && p < n_pairs; k++)
+                split_bf16(vf_load(table + (2 * p + k) * TILE + 16 * t), &high[k], &low[k]);
+            uint16_t(*tile)[16][32] = tiles[p / 16][t];
             _mm512_store_si512(tile[0][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]));
             _mm512_store_si512(tile[1][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1]));
         }
@@ -131,7 +132,7 @@ static void turned_queries(attn_decode *d) {
 /* bias_products: tokens [16 t, 16 t + 16) of every row in [t], t < n_tiles. Up to eight rows: the odd tiles have as many rows.
  * More: the even ones have sixteen. */
 static void tile_bias(attn_decode *d, int n_tiles) {
-    const int chunks = (n_pairs(d) + 15) / 16;
+    const int chunks = bias_chunks(n_pairs(d));
     TILE_READS_MEMORY();
     if (d->rows->n_rows <= 8) {
         TILE_BIAS(1, 5, 7)

@@ -22,12 +22,22 @@ static bool fits(const attn_decode *d) { return d->k_side->n_groups == 1 || d->k
 
 /* --- a piece of pages ------------------------------------------------------------------------- */
 
+static size_t tile_table_bytes(int32_t n_pairs) {
+    const int chunks = bias_chunks(n_pairs);
+    return chunks <= ATTN_BIAS_CHUNKS ? (size_t)chunks * sizeof(bias_chunk) : 0;
+}
+
+static void tile_make_table(const float *bias_table, int32_t n_pairs, void *table) {
+    make_bias_tiles(bias_table, n_pairs, table);
+}
+
 static void tile_open(attn_decode *d) {
     d->first = 0;
     d->spread_of = d->scored_of = NULL;
     open_bias(d);
     keep_tiles(d);
-    if (n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d);
+    d->bias_tiles = d->table ? d->table : d->own_bias_tiles;
+    if (!d->table && n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d->bias_table, n_pairs(d), d->own_bias_tiles);
 }
 
 static void tile_begin(attn_decode *d) {
@@ -257,5 +267,5 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
 }
 
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .open = tile_open, .begin = tile_begin, .page = tile_page,
+    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .table_bytes = tile_table_bytes, .make_table = tile_make_table, .open = tile_open, .begin = tile_begin, .page = tile_page,
     .begin_overlay = overlay_begin, .overlay = overlay_page, .end = restore_tiles};

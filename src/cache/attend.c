@@ -205,6 +205,9 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
     scratch->decode_ops = cache_is_exact(cache) ? NULL : attn_decode_current();
+    scratch->decode->table = layer->decode_table && layer->decode == scratch->decode_ops
+                                 ? layer->decode_table + (size_t)head * layer->decode_table_bytes
+                                 : NULL;
     if (scratch->decode_ops && scratch->decode_ops->open) scratch->decode_ops->open(scratch->decode);
     if (layer->n_tracked && !(scratch->decode_ops && (scratch->decode_ops->overlay || few_rows(rows)))) /* some page is a tile */
         memcpy(scratch->keys + (size_t)rows->head_dim * OSCAR_PAGE_TOKENS, bias, sizeof(float) * table);
