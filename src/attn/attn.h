@@ -76,6 +76,8 @@ typedef struct attn_ops {
 /* Chunks of 64 channels of all groups together. */
 #define ATTN_KEY_CHUNKS ((OSCAR_MAX_HEAD_DIM + 63) / 64)
 #define ATTN_PAIRS_MAX (OSCAR_MAX_HEAD_DIM / 2)
+/* Floats of a table in halves of so many pairs. */
+#define ATTN_HALF_TABLE (2 * ATTN_PAIRS_MAX * (32 + 2))
 /* Channels for whose pairs AVX2 keeps tables. */
 #define ATTN_TABLES_DIM 256
 
@@ -129,10 +131,9 @@ typedef struct attn_decode {
      * values [32][head_dim][2]. */
     _Alignas(64) uint16_t tile_keys[(OSCAR_MAX_HEAD_DIM + 16) * 64], tile_values[OSCAR_MAX_HEAD_DIM * 64];
     const uint16_t *b_keys, *b_values; /* those, or the page itself */
-    /* Of the bias_table, once it is needed (`halved`): cosine and sine rows of slots 32 to 63 about the page's middle,
-     * and what turns a query's pairs there, [factor of itself, of its other half]; attn_decode_bias.h. */
-    bool halved;
-    _Alignas(64) float bias_half[2 * ATTN_PAIRS_MAX][32], bias_turn[2][2 * ATTN_PAIRS_MAX];
+    /* The bias_table in halves (attn_decode_bias.h): NULL until it is needed, and room for it. */
+    const float *half_table;
+    _Alignas(64) float own_half_table[ATTN_HALF_TABLE];
 } attn_decode;
 
 typedef struct attn_decode_ops {

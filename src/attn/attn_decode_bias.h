@@ -15,8 +15,6 @@
 /* What makes products logits. */
 static inline float power_scale(const attn_rows *rows) { return rows->logit_scale * LOG2_E; }
 
-static inline void open_bias(attn_decode *d) { d->halved = false; }
-
 /* cos and sin of mu's angle: the two middle slots are mu turned by half a step either way, so their sum lies along
  * mu, their difference across it. */
 static void middle_angle(const float *row, float *cosine, float *sine) {
@@ -28,45 +26,51 @@ static void middle_angle(const float *row, float *cosine, float *sine) {
     *sine = length > 0.0f ? s / length : 0.0f;
 }
 
-/* bias_half, bias_turn of the bias_table. */
-static void halve_table(attn_decode *d) {
-    const int n_k = d->rows->q_dim - d->rows->head_dim;
-    const float scale = power_scale(d->rows);
+/* A table in halves: factors of a number and of its pair's other one that turn a query's pairs to the middle, [2][n_k];
+ * then cosine and sine rows of slots 32 to 63 about the middle, [n_k][32], from a whole vector on. n_k = 2 n_pairs. */
+static inline int half_rows_at(int n_k) { return (2 * n_k + 15) / 16 * 16; }
+
+static inline size_t half_table_bytes(int32_t n_pairs) {
+    return sizeof(float) * (size_t)(half_rows_at(2 * n_pairs) + 2 * n_pairs * HALF_TILE);
+}
+
+static void make_half_table(const float *bias_table, int32_t n_pairs, void *table) {
+    const int n_k = 2 * n_pairs;
+    float *turn[2] = {table, (float *)table + n_k}, *rows = (float *)table + half_rows_at(n_k);
     for (int k = 0; k < n_k; k += 2) {
-        const float *x = d->bias_table + k * TILE, *y = x + TILE;
+        const float *x = bias_table + k * TILE, *y = x + TILE;
         float c, s;
         middle_angle(x, &c, &s);
-        d->bias_turn[0][k] = d->bias_turn[0][k + 1] = scale * c;
-        d->bias_turn[1][k] = scale * s;
-        d->bias_turn[1][k + 1] = -scale * s;
+        turn[0][k] = turn[0][k + 1] = c;
+        turn[1][k] = s;
+        turn[1][k + 1] = -s;
         for (int t = 0; t < HALF_TILE; t += LANES) {
             const int after = HALF_TILE + t, before = HALF_TILE - LANES - t;
             vf x0 = vf_reverse(vf_load(x + before)), y0 = vf_reverse(vf_load(y + before));
             vf x1 = vf_load(x + after), y1 = vf_load(y + after);
             vf cosines = vf_fma(vf_add(x0, x1), vf_set1(0.5f * c), vf_mul(vf_add(y0, y1), vf_set1(0.5f * s)));
             vf sines = vf_sub(vf_mul(vf_sub(y1, y0), vf_set1(0.5f * c)), vf_mul(vf_sub(x1, x0), vf_set1(0.5f * s)));
-            vf_store(d->bias_half[k] + t, cosines);
-            vf_store(d->bias_half[k + 1] + t, sines);
+            vf_store(rows + k * HALF_TILE + t, cosines);
+            vf_store(rows + (k + 1) * HALF_TILE + t, sines);
         }
     }
-    d->halved = true;
 }
 
 /* The pairs of n_rows rows turned back by their mu's angles, times the logits' scale: out [n_rows, stride]. */
 static void turn_to_middle(const attn_decode *d, int r0, int n_rows, float *out, int stride) {
     const attn_rows *rows = d->rows;
     const int n_k = rows->q_dim - rows->head_dim;
-    const float *c = d->bias_turn[0], *s = d->bias_turn[1];
+    const float *c = d->half_table, *s = c + n_k, scale = power_scale(rows);
     for (int r = 0; r < n_rows; r++, out += stride) {
         const float *q = rows->q + (int64_t)(r0 + r) * rows->q_dim + rows->head_dim;
         int k = 0;
         for (; k + LANES <= n_k; k += LANES) {
             vf x = vf_load(q + k);
-            vf_store(out + k, vf_fma(x, vf_load(c + k), vf_mul(vf_swap_pairs(x), vf_load(s + k))));
+            vf_store(out + k, vf_mul(vf_set1(scale), vf_fma(x, vf_load(c + k), vf_mul(vf_swap_pairs(x), vf_load(s + k)))));
         }
         for (; k < n_k; k += 2) {
-            out[k] = q[k] * c[k] + q[k + 1] * s[k];
-            out[k + 1] = q[k + 1] * c[k + 1] + q[k] * s[k + 1];
+            out[k] = scale * (q[k] * c[k] + q[k + 1] * s[k]);
+            out[k + 1] = scale * (q[k + 1] * c[k + 1] + q[k] * s[k + 1]);
         }
     }
 }
@@ -81,7 +85,7 @@ INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
     turn_to_middle(d, r0, n_rows, turned[0], STRIDE);
     for (int vec = 0; vec < TILE_VECS / 2; vec += n_vecs) {
         vf even[DOT_ROWS][2], odd[DOT_ROWS][2], b[2];
-        const float *q = turned[0], *table = d->bias_half[0] + vec * LANES;
+        const float *q = turned[0], *table = d->half_table + half_rows_at(n_k) + vec * LANES;
         UNROLL for (int r = 0; r < DOT_ROWS; r++)
             UNROLL for (int v = 0; v < 2; v++) even[r][v] = odd[r][v] = vf_zero();
         for (int k = 0; k < n_k; k += 2, q += 2, table += 2 * HALF_TILE) {
@@ -110,7 +114,10 @@ static void (*const bias_kernels[DOT_ROWS])(attn_decode *d, int r0) = {DECODE_BL
 
 static void bias_products(attn_decode *d) {
     const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
-    if (!d->halved) halve_table(d);
+    if (!d->half_table) {
+        make_half_table(d->bias_table, (d->rows->q_dim - d->rows->head_dim) / 2, d->own_half_table);
+        d->half_table = d->own_half_table;
+    }
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
         bias_kernels[n * (i + 1) / n_blocks - r0 - 1](d, r0);

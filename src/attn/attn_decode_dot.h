@@ -212,6 +212,9 @@ static void dot_begin(attn_decode *d) {
     begin(d);
 }
 
-const attn_decode_ops ATTN_DECODE_TABLE = {.name = ATTN_DECODE_NAME, .open = open_bias, .begin = dot_begin, .page = page};
+static void dot_open(attn_decode *d) { d->half_table = d->table; }
+
+const attn_decode_ops ATTN_DECODE_TABLE = {
+    .name = ATTN_DECODE_NAME, .table_bytes = half_table_bytes, .make_table = make_half_table, .open = dot_open, .begin = dot_begin, .page = page};
 
 #endif

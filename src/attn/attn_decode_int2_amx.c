@@ -34,7 +34,7 @@ static void tile_make_table(const float *bias_table, int32_t n_pairs, void *tabl
 static void tile_open(attn_decode *d) {
     d->first = 0;
     d->spread_of = d->scored_of = NULL;
-    open_bias(d);
+    d->half_table = NULL; /* `table` is in tiles */
     keep_tiles(d);
     d->bias_tiles = d->table ? d->table : d->own_bias_tiles;
     if (!d->table && n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d->bias_table, n_pairs(d), d->own_bias_tiles);
