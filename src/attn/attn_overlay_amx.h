@@ -177,6 +177,7 @@ static void overlay_stripe(attn_decode *d, int n_tiles, const uint64_t *masks) {
 }
 
 static void overlay_page(attn_decode *d, const uint16_t *keys, const uint16_t *values, uint64_t valid, const uint64_t *masks) {
+    if (valid == 0) return; /* no row sees any of it */
     const int n = d->rows->n_rows < 16 ? d->rows->n_rows : 16;
     use_tiles(d, TILES_BF16, n, n);
     d->scored_of = NULL; /* the bias' products are these rows' now */
