@@ -72,7 +72,8 @@ INLINE void split_bf16(vf x, vi *high, vi *low) {
 }
 
 /* The constant rows 2 p, 2 p + 1 side by side for every token, as a B operand has them. */
-static void make_bias_tiles(const float *table, int32_t n_pairs, bias_chunk *tiles) {
+static void make_bias_tiles(const float *table, int32_t n_pairs, void *to) {
+    bias_chunk *tiles = to;
     for (int p = 0; p < 16 * bias_chunks(n_pairs); p++)
         for (int t = 0; t < 4; t++) {
             vi high[2] = {vi_zero(), vi_zero()}, low[2] = {vi_zero(), vi_zero()};

@@ -27,10 +27,6 @@ static size_t tile_table_bytes(int32_t n_pairs) {
     return chunks <= ATTN_BIAS_CHUNKS ? (size_t)chunks * sizeof(bias_chunk) : 0;
 }
 
-static void tile_make_table(const float *bias_table, int32_t n_pairs, void *table) {
-    make_bias_tiles(bias_table, n_pairs, table);
-}
-
 static void tile_open(attn_decode *d) {
     d->first = 0;
     d->spread_of = d->scored_of = NULL;
@@ -157,12 +153,7 @@ typedef struct page_scores {
 
 static void take_steps(const attn_decode *d, const uint8_t *keys, uint64_t valid, int g, page_scores *out) {
     out->group = g;
-    for (int t = 0; t < TILE; t += LANES) {
-        vf step, offset;
-        load_params(keys + d->k_side->params_offset + g * 256, t, valid, &step, &offset);
-        vf_store(out->steps + t, step);
-        vf_store(out->offsets + t, offset);
-    }
+    store_params(keys + d->k_side->params_offset + g * 256, valid, out->steps, out->offsets);
 }
 
 INLINE vf page_score(const attn_decode *d, const void *scores, int r, int t, vf offset) {
@@ -267,5 +258,5 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
 }
 
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .table_bytes = tile_table_bytes, .make_table = tile_make_table, .open = tile_open, .begin = tile_begin, .page = tile_page,
+    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .table_bytes = tile_table_bytes, .make_table = make_bias_tiles, .open = tile_open, .begin = tile_begin, .page = tile_page,
     .begin_overlay = overlay_begin, .overlay = overlay_page, .end = restore_tiles};

@@ -129,12 +129,7 @@ static void table_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
     const page_side *side = d->k_side;
     for (int g = 0; g < side->n_groups; g++) {
         float steps[TILE], offsets[TILE];
-        for (int t = 0; t < TILE; t += LANES) {
-            vf step, offset;
-            load_params(page + side->params_offset + g * 256, t, valid, &step, &offset);
-            vf_store(steps + t, step);
-            vf_store(offsets + t, offset);
-        }
+        store_params(page + side->params_offset + g * 256, valid, steps, offsets);
         for (int r = 0; r < d->rows->n_rows; r++) {
             const int row = d->first + r;
             vi sums[TILE_VECS];

@@ -31,6 +31,16 @@ INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *ste
     *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
 }
 
+/* The same of all slots, into memory: [64] each. */
+INLINE void store_params(const uint8_t *params, uint64_t valid, float *steps, float *offsets) {
+    for (int t = 0; t < TILE; t += LANES) {
+        vf step, offset;
+        load_params(params, t, valid, &step, &offset);
+        vf_store(steps + t, step);
+        vf_store(offsets + t, offset);
+    }
+}
+
 /* exp(x) for x <= 0, -inf included, 1 at 0; zero where normal floats end, or somewhat later. Relative error
  * below 2e-7 + 8e-8 |x|: at most 2.3e-7 of the largest weight. 2^y for y = n + r, r in [0, 1): the polynomial
  * of least relative error. */
@@ -46,27 +56,28 @@ INLINE vf vf_exp(vf x) {
     return vf_times_pow2(p, n);
 }
 
+/* a r^4 + b r^3 + c r^2 + d r + e */
+INLINE vf vf_quartic(vf r, float a, float b, float c, float d, float e) {
+    vf p = vf_fma(vf_set1(a), r, vf_set1(b));
+    p = vf_fma(p, r, vf_set1(c));
+    p = vf_fma(p, r, vf_set1(d));
+    return vf_fma(p, r, vf_set1(e));
+}
+
 /* 2^y for y up to 127; relative error 3e-6. Without instructions for it zero is never reached: 2^-125 is the least,
  * at -inf too (EXP2_LEAST). */
-#ifdef VF_NEAREST
+#ifdef VF_ADD_EXPONENT
 #define EXP2_LEAST true
 INLINE vf vf_exp2(vf y) {
-    vf n, r = vf_nearest(vf_max(vf_set1(-125.0f), y), &n), p = vf_set1(0.00957010126f); /* NaN stays */
-    p = vf_fma(p, r, vf_set1(0.0559178642f));
-    p = vf_fma(p, r, vf_set1(0.24024745f));
-    p = vf_fma(p, r, vf_set1(0.69312181f));
-    p = vf_fma(p, r, vf_set1(0.999999264f));
-    return vf_add_exponent(p, n);
+    const vf x = vf_max(vf_set1(-125.0f), y), unit = vf_set1(12582912.0f); /* NaN stays; 1.5 2^23 */
+    const vf n = vf_add(x, unit), r = vf_sub(x, vf_sub(n, unit));          /* the nearest whole n, and what is left */
+    return vf_add_exponent(vf_quartic(r, 0.00957010126f, 0.0559178642f, 0.24024745f, 0.69312181f, 0.999999264f), n);
 }
 #else
 #define EXP2_LEAST false
 INLINE vf vf_exp2(vf y) {
-    vf n, r = vf_fraction(y, &n), p = vf_set1(0.013534167f);
-    p = vf_fma(p, r, vf_set1(0.052011468f));
-    p = vf_fma(p, r, vf_set1(0.24144275f));
-    p = vf_fma(p, r, vf_set1(0.69300383f));
-    p = vf_fma(p, r, vf_set1(1.0000026f));
-    return vf_times_pow2(p, n);
+    vf n, r = vf_fraction(y, &n);
+    return vf_times_pow2(vf_quartic(r, 0.013534167f, 0.052011468f, 0.24144275f, 0.69300383f, 1.0000026f), n);
 }
 #endif
 

@@ -28,14 +28,8 @@ static inline vf vf_fraction(vf x, vf *n) {
     *n = _mm256_floor_ps(x);
     return _mm256_sub_ps(x, *n);
 }
-/* x - n for the nearest whole n, which vf_add_exponent() takes: the low bits of a float whose last bit is 1. */
-#define VF_NEAREST
-static inline vf vf_nearest(vf x, vf *n) {
-    const __m256 unit = _mm256_set1_ps(12582912.0f); /* 1.5 2^23 */
-    *n = _mm256_add_ps(x, unit);
-    return _mm256_sub_ps(x, _mm256_sub_ps(*n, unit));
-}
-/* x 2^n as long as that is a normal number */
+/* x 2^n as long as that is a normal number; n: the low bits of a float whose last bit is 1 */
+#define VF_ADD_EXPONENT
 static inline vf vf_add_exponent(vf x, vf n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }

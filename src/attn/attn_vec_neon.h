@@ -28,14 +28,8 @@ static inline vf vf_fraction(vf x, vf *n) {
     *n = vrndmq_f32(x);
     return vsubq_f32(x, *n);
 }
-/* x - n for the nearest whole n, which vf_add_exponent() takes: the low bits of a float whose last bit is 1. */
-#define VF_NEAREST
-static inline vf vf_nearest(vf x, vf *n) {
-    const vf unit = vf_set1(12582912.0f); /* 1.5 2^23 */
-    *n = vaddq_f32(x, unit);
-    return vsubq_f32(x, vsubq_f32(*n, unit));
-}
-/* x 2^n as long as that is a normal number */
+/* x 2^n as long as that is a normal number; n: the low bits of a float whose last bit is 1 */
+#define VF_ADD_EXPONENT
 static inline vf vf_add_exponent(vf x, vf n) {
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vshlq_n_s32(vreinterpretq_s32_f32(n), 23)));
 }
