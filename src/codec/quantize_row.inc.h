@@ -103,32 +103,30 @@ static inline void one_range(int32_t group, const float *x, lanes *low, lanes *h
     *low = lanes_min(a, lanes_swap1(a)), *high = lanes_max(b, lanes_swap1(b));
 }
 
-/* A round of all starts: their chains of dependent operations overlap. */
-static inline void one_round(const int n_starts, int32_t group, int32_t bits, const float *x, lanes *step,
+/* A round of all starts: their chains of dependent operations overlap. v, v1: as in least_squares_round. */
+static inline void one_round(const int n_starts, int32_t group, int32_t bits, const float *v, lanes v1, lanes *step,
                              lanes *offset) {
     const lanes top = code_top(bits), half = lanes_set1(0.5f), zero = lanes_set1(0);
-    lanes inv[LS_STARTS], cc[LS_STARTS], c1[LS_STARTS], zc[LS_STARTS], z1[LS_STARTS];
+    lanes inv[LS_STARTS], shift[LS_STARTS], cc[LS_STARTS], c1[LS_STARTS], vc[LS_STARTS];
 #pragma GCC unroll 3
     for (int k = 0; k < n_starts; k++) {
         inv[k] = reciprocal_step(step[k]);
-        cc[k] = c1[k] = zc[k] = z1[k] = zero;
+        shift[k] = lanes_fnma(offset[k], inv[k], half);
+        cc[k] = c1[k] = vc[k] = zero;
     }
     for (int32_t j = 0; j < group; j += CODEC_LANES) {
-        const lanes xj = lanes_load(x + j);
+        const lanes vj = lanes_load(v + j);
 #pragma GCC unroll 3
         for (int k = 0; k < n_starts; k++) {
-            const lanes z = lanes_sub(xj, offset[k]);
-            const lanes c = round_code(lanes_fma(z, inv[k], half), top);
+            const lanes c = round_code(lanes_fma(vj, inv[k], shift[k]), top);
             cc[k] = lanes_fma(c, c, cc[k]);
             c1[k] = lanes_add(c1[k], c);
-            zc[k] = lanes_fma(z, c, zc[k]);
-            z1[k] = lanes_add(z1[k], z);
+            vc[k] = lanes_fma(vj, c, vc[k]);
         }
     }
 #pragma GCC unroll 3
     for (int k = 0; k < n_starts; k++)
-        refit_plain(group, fold_lanes(cc[k]), fold_lanes(c1[k]), fold_lanes(zc[k]), fold_lanes(z1[k]), &step[k],
-                    &offset[k]);
+        refit_plain(group, fold_lanes(cc[k]), fold_lanes(c1[k]), fold_lanes(vc[k]), v1, &step[k], &offset[k]);
 }
 
 static inline lanes one_squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
@@ -149,14 +147,25 @@ static inline void one_least_squares(const int n_starts, int32_t group, int32_t 
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
     lanes low, high, step[LS_STARTS], offset[LS_STARTS];
     one_range(group, x, &low, &high);
-    for (int k = 0; k < n_starts; k++)
+    _Alignas(64) float v[128];
+    const lanes middle = lanes_mul(lanes_add(low, high), lanes_set1(0.5f));
+    lanes v1 = lanes_set1(0);
+    for (int32_t j = 0; j < group; j += CODEC_LANES) {
+        const lanes vj = lanes_sub(lanes_load(x + j), middle);
+        lanes_store(v + j, vj);
+        v1 = lanes_add(v1, vj);
+    }
+    v1 = fold_lanes(v1);
+    for (int k = 0; k < n_starts; k++) {
         range_params(low, high, lanes_pick(largest, k == 0 ? 0 : rank_from_top(group, start_clip(bits, k))), inv_levels,
                      &step[k], &offset[k]);
-    for (int round = 0; round < LS_ROUNDS; round++) one_round(n_starts, group, bits, x, step, offset);
+        offset[k] = lanes_sub(offset[k], middle);
+    }
+    for (int round = 0; round < LS_ROUNDS; round++) one_round(n_starts, group, bits, v, v1, step, offset);
     lanes best_step = lanes_set1(0), best_offset = best_step, best_error = lanes_set1(FLT_MAX);
     for (int k = 0; k < n_starts; k++) {
         step[k] = lanes_fp16(step[k]);
-        offset[k] = lanes_fp16(offset[k]);
+        offset[k] = lanes_fp16(lanes_add(offset[k], middle));
         const lanes error = one_squared_error(group, bits, x, step[k], offset[k]);
         const lanes_mask better = lanes_lt(error, best_error);
         best_step = lanes_select(better, step[k], best_step);
@@ -187,17 +196,19 @@ static void one_round_plain(const row_codec *codec, one_scratch *s) {
     }
 }
 
-/* t[j] -= sum of e_i B_ij and w[j] += sum of c_i B_ij over the channels i of block `block`, falling,
- * for the columns of the vector at `column`. */
-static inline void push_block(const row_codec *codec, one_scratch *s, int32_t block, int32_t column, bool with_t,
-                              float *w) {
-    lanes t = lanes_load(s->t + column), sum = lanes_load(w + column);
-    for (int32_t i = block + CODEC_LANES - 1; i >= block; i--) {
-        const lanes b = lanes_loadu(codec->metric_b + (size_t)i * codec->head_dim + column);
-        if (with_t) t = lanes_fnma(lanes_set1(s->e[i]), b, t);
-        sum = lanes_fma(lanes_set1(s->codes[i]), b, sum);
-    }
-    if (with_t) lanes_store(s->t + column, t);
+/* t[j] -= sum of e_i B_ij over the channels i of block `block`, falling, for the columns of the vector at `column`. */
+static inline void push_errors(const row_codec *codec, one_scratch *s, int32_t block, int32_t column) {
+    lanes t = lanes_load(s->t + column);
+    for (int32_t i = block + CODEC_LANES - 1; i >= block; i--)
+        t = lanes_fnma(lanes_set1(s->e[i]), lanes_loadu(codec->metric_b + (size_t)i * codec->head_dim + column), t);
+    lanes_store(s->t + column, t);
+}
+
+/* w[j] += sum of c_i B_ij, likewise. */
+static inline void push_codes(const row_codec *codec, const one_scratch *s, int32_t block, int32_t column, float *w) {
+    lanes sum = lanes_load(w + column);
+    for (int32_t i = block + CODEC_LANES - 1; i >= block; i--)
+        sum = lanes_fma(lanes_set1(s->codes[i]), lanes_loadu(codec->metric_b + (size_t)i * codec->head_dim + column), sum);
     lanes_store(w + column, sum);
 }
 
@@ -238,36 +249,41 @@ static inline void ldlq_block(const bool two_bits, const bool has_next, const ro
     if (has_next) lanes_store(s->t + j - CODEC_LANES, next);
 }
 
-/* As round_ldlq, and the products of the codes with B on the way. */
+/* As round_ldlq, and where there are several groups the products of the codes with B on the way. */
 static __attribute__((noinline)) void one_round_ldlq(const row_codec *codec, one_scratch *s) {
     const int32_t d = codec->head_dim;
+    const bool one_group = codec->group == d;
     memcpy(s->t, s->x, sizeof(float) * (size_t)d);
-    memset(s->w, 0, sizeof(float) * (size_t)(d / codec->group) * (size_t)d);
+    if (!one_group) memset(s->w, 0, sizeof(float) * (size_t)(d / codec->group) * (size_t)d);
     for (int32_t j = d - CODEC_LANES; j >= 0; j -= CODEC_LANES) {
         float *w = s->w + (size_t)(j / codec->group) * d;
         if (codec->bits != 2)
             j > 0 ? ldlq_block(false, true, codec, s, j) : ldlq_block(false, false, codec, s, j);
         else
             j > 0 ? ldlq_block(true, true, codec, s, j) : ldlq_block(true, false, codec, s, j);
-        for (int32_t column = j; column >= 0; column -= CODEC_LANES)
-            push_block(codec, s, j, column, column < j - CODEC_LANES, w);
+        for (int32_t column = j - 2 * CODEC_LANES; column >= 0; column -= CODEC_LANES) push_errors(codec, s, j, column);
+        for (int32_t column = j; !one_group && column >= 0; column -= CODEC_LANES) push_codes(codec, s, j, column, w);
     }
 }
 
 static __attribute__((noinline)) void one_refit(const row_codec *codec, one_scratch *s, int32_t g) {
     const int32_t d = codec->head_dim, i1 = (g + 1) * codec->group;
-    const float *ones = codec->ones + (size_t)g * d, *w = s->w + (size_t)g * d;
+    const float *ones = codec->ones + (size_t)g * d;
+    float *w = s->w + (size_t)g * d;
+    const lanes old_step = lanes_set1(s->step[g]), old_offset = lanes_set1(s->offset[g]);
+    const lanes inv = reciprocal_step(old_step);
+    const bool one_group = codec->group == d;
     lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
     for (int32_t j = 0; j < i1; j += CODEC_LANES) {
-        const lanes wj = lanes_load(w + j), r = lanes_load(s->r + j);
-        const lanes dg = lanes_loadu(codec->metric_d + j), one = lanes_loadu(ones + j);
+        const lanes r = lanes_load(s->r + j), dg = lanes_loadu(codec->metric_d + j), one = lanes_loadu(ones + j);
+        const lanes wj = one_group ? codes_times_b(lanes_load(s->xb + j), r, old_offset, one, inv) : lanes_load(w + j);
         const lanes dw = lanes_mul(dg, wj);
+        if (one_group) lanes_store(w + j, wj);
         cc = lanes_fma(dw, wj, cc);
         c1 = lanes_fma(dw, one, c1);
         rc = lanes_fma(dw, r, rc);
         r1 = lanes_fma(lanes_mul(dg, one), r, r1);
     }
-    const lanes old_step = lanes_set1(s->step[g]), old_offset = lanes_set1(s->offset[g]);
     lanes step = old_step, offset = old_offset;
     refit_metric(codec->ones_ones[g], fold_lanes(cc), fold_lanes(c1), fold_lanes(rc), fold_lanes(r1), &step, &offset);
     s->step[g] = first_lane(step);
@@ -279,7 +295,7 @@ static __attribute__((noinline)) void one_refit(const row_codec *codec, one_scra
     }
 }
 
-static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scratch *s, bool have_r) {
+static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scratch *s, bool have_r, bool have_xb) {
     const int32_t d = codec->head_dim;
     const float *y = s->x;
     if (!have_r) {
@@ -292,7 +308,7 @@ static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scrat
         if (codec->metric_b) one_product(d, codec->metric_b, true, s->e, s->r);
     }
     if (codec->metric_b) {
-        one_product(d, codec->metric_b, true, s->x, s->xb);
+        if (!have_xb) one_product(d, codec->metric_b, true, s->x, s->xb);
         y = s->xb;
     }
     lanes xx = lanes_set1(0), xr = xx;
@@ -338,13 +354,14 @@ static bool quantize_one(const row_codec *codec, const float *x, float *y, uint8
     for (int32_t j = 0; j < d; j += CODEC_LANES)
         lanes_store(s.x + j, lanes_min(lanes_max(lanes_load(s.x + j), low), high));
     one_params(codec, &s);
-    const bool ldlq = uses_ldlq(codec);
+    const bool ldlq = uses_ldlq(codec), have_xb = ldlq && n_groups == 1;
+    if (have_xb) one_product(d, codec->metric_b, true, s.x, s.xb);
     for (int round = 0; ldlq && round < LDLQ_REFITS; round++) {
         one_round_ldlq(codec, &s);
         for (int32_t g = 0; g < n_groups; g++) one_refit(codec, &s, g);
     }
     if (!ldlq) one_round_plain(codec, &s);
-    if (codec->gain) one_gain(codec, &s, ldlq);
+    if (codec->gain) one_gain(codec, &s, ldlq, have_xb);
     for (int32_t j = 0; j < d; j++) codes[j] = (uint8_t)(int32_t)s.codes[j];
     for (int32_t g = 0; g < n_groups; g++) {
         params[2 * g] = fp16_from_float(s.step[g]);

@@ -39,7 +39,8 @@ typedef struct row_scratch {
     _Alignas(64) float codes[OSCAR_MAX_HEAD_DIM * CODEC_LANES]; /* [d][16] 0 .. 2^bits - 1 */
     _Alignas(64) float e[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] x^ - x */
     _Alignas(64) float r[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] (x - x^) B */
-    _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] a product with B or U */
+    _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] codes of a group times B */
+    _Alignas(64) float xb[OSCAR_MAX_HEAD_DIM * CODEC_LANES];    /* [d][16] x B */
     _Alignas(64) float step[CODEC_MAX_GROUPS * CODEC_LANES];    /* [n_groups][16] fp16 values */
     _Alignas(64) float offset[CODEC_MAX_GROUPS * CODEC_LANES];  /* [n_groups][16] fp16 values */
 } row_scratch;
@@ -51,6 +52,22 @@ static inline lanes fold(lanes *part) {
     for (int h = CODEC_LANES / 2; h > 0; h /= 2)
         for (int r = 0; r < h; r++) part[r] = lanes_add(part[r], part[r + h]);
     return part[0];
+}
+
+/* Sixteen vectors, turned about their diagonal. */
+static inline void transpose(lanes *v) {
+#define TRANSPOSE_STEP(n, lower)                                                                                       \
+    for (int i = 0; i < CODEC_LANES; i++)                                                                              \
+        if (!(i & n)) {                                                                                                \
+            const lanes a = v[i], b = v[i + n];                                                                        \
+            v[i] = lanes_select(lanes_mask_of(lower), a, lanes_swap##n(b));                                            \
+            v[i + n] = lanes_select(lanes_mask_of(lower), lanes_swap##n(a), b);                                        \
+        }
+    TRANSPOSE_STEP(8, 0x00ff)
+    TRANSPOSE_STEP(4, 0x0f0f)
+    TRANSPOSE_STEP(2, 0x3333)
+    TRANSPOSE_STEP(1, 0x5555)
+#undef TRANSPOSE_STEP
 }
 
 /* out[j] = sum over rows i of a[i] W[i][j] for columns 0 .. n_columns - 1 (a multiple of LANES_BLOCK)
@@ -103,6 +120,60 @@ static __attribute__((noinline)) void largest_magnitudes(int32_t group, const fl
     }
 }
 
+/* a <= b in every lane. */
+static inline void order_lanes(lanes *a, lanes *b) {
+    const lanes low = lanes_min(*a, *b);
+    *b = lanes_max(*a, *b);
+    *a = low;
+}
+
+/* Step (p, k) of Batcher's network over n vectors. */
+static inline __attribute__((always_inline)) void sort_step(const int n, const int p, const int k, lanes *v) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n - k; i++)
+        if (i >= k % p && (i - k % p) % (2 * k) < k && i / (2 * p) == (i + k) / (2 * p)) order_lanes(&v[i], &v[i + k]);
+}
+
+/* Sorts n = 8 or 16 vectors, rising in every lane. */
+static inline __attribute__((always_inline)) void sort_rising(const int n, lanes *v) {
+    sort_step(n, 1, 1, v);
+    sort_step(n, 2, 2, v), sort_step(n, 2, 1, v);
+    sort_step(n, 4, 4, v), sort_step(n, 4, 2, v), sort_step(n, 4, 1, v);
+    if (n == 16) sort_step(n, 8, 8, v), sort_step(n, 8, 4, v), sort_step(n, 8, 2, v), sort_step(n, 8, 1, v);
+}
+
+static inline __attribute__((always_inline)) void merge_step(const int n, const int k, lanes *v) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i++)
+        if (!(i & k)) order_lanes(&v[i + k], &v[i]);
+}
+
+/* The n largest |x| of a group, falling: n = 8 or 16 at a time, sorted, against the largest so far. */
+static inline __attribute__((always_inline)) void top_magnitudes(const int n, int32_t group, const float *x, float *out) {
+    lanes top[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i++) top[i] = lanes_set1(0);
+    for (int32_t j = 0; j < group; j += n) {
+        lanes v[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < n; i++) v[i] = lanes_abs(lanes_load(AT(x, j + i)));
+        sort_rising(n, v);
+#pragma GCC unroll 16
+        for (int i = 0; i < n; i++) top[i] = lanes_max(top[i], v[i]); /* falling, then rising */
+        if (n == 16) merge_step(n, 8, top);
+        merge_step(n, 4, top), merge_step(n, 2, top), merge_step(n, 1, top);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i++) lanes_store(AT(out, i), top[i]);
+}
+
+static __attribute__((noinline)) void eight_largest_magnitudes(int32_t group, const float *x, float *top) {
+    top_magnitudes(8, group, x, top);
+}
+static __attribute__((noinline)) void sixteen_largest_magnitudes(int32_t group, const float *x, float *top) {
+    top_magnitudes(16, group, x, top);
+}
+
 /* The index min(int(clip G), G - 1) of |x| sorted rising, counted from the top. */
 static int32_t rank_from_top(int32_t group, float clip) {
     int32_t rank = (int32_t)(clip * (float)group);
@@ -135,38 +206,71 @@ static inline float start_clip(int32_t bits, int start) {
 }
 static inline int n_starts_of(int32_t bits) { return bits == 2 ? LS_STARTS : LS_STARTS - 1; }
 
-/* Least-squares step and offset for codes c of z = x - offset, from sum c^2, c, z c, z; as they were
- * where that is singular. z, so that a large common offset costs no digits. */
-static inline void refit_plain(int32_t group, lanes cc, lanes c1, lanes zc, lanes z1, lanes *step, lanes *offset) {
-    const lanes n = lanes_set1((float)group), m = *offset;
+/* Least-squares step and offset for codes c of v, from sum c^2, c, v c, v; as they were where that is singular. */
+static inline void refit_plain(int32_t group, lanes cc, lanes c1, lanes vc, lanes v1, lanes *step, lanes *offset) {
+    const lanes n = lanes_set1((float)group);
     const lanes scale = lanes_mul(cc, n), det = lanes_fnma(c1, c1, scale);
-    const lanes s = lanes_div(lanes_fnma(c1, z1, lanes_mul(zc, n)), det);
-    const lanes dm = lanes_div(lanes_fnma(c1, zc, lanes_mul(cc, z1)), det);
+    const lanes s = lanes_div(lanes_fnma(c1, v1, lanes_mul(vc, n)), det);
+    const lanes m = lanes_div(lanes_fnma(c1, vc, lanes_mul(cc, v1)), det);
     const lanes_mask ok = lanes_and(lanes_lt(lanes_mul(scale, lanes_set1(REFIT_SINGULAR)), det),
                                     lanes_lt(lanes_set1(0), s));
     *step = lanes_select(ok, s, *step);
-    *offset = lanes_select(ok, lanes_add(m, dm), m);
+    *offset = lanes_select(ok, m, *offset);
 }
 
-/* One round: codes for (step, offset), then step and offset for the codes. */
-static __attribute__((noinline)) void least_squares_round(int32_t group, int32_t bits, const float *x, lanes *step,
-                                lanes *offset) {
-    const lanes inv = reciprocal_step(*step), top = code_top(bits), half = lanes_set1(0.5f);
-    const lanes m = *offset;
-    lanes part_cc[CODEC_LANES], part_c1[CODEC_LANES], part_zc[CODEC_LANES], part_z1[CODEC_LANES];
+/* v = x - middle, so that a large common offset costs the sums below no digits. Returns the sum of v. */
+static __attribute__((noinline)) lanes centre(int32_t group, const float *x, lanes middle, float *v) {
+    lanes part[CODEC_LANES];
     for (int32_t r = 0; r < CODEC_LANES; r++) {
-        lanes cc = lanes_set1(0), c1 = cc, zc = cc, z1 = cc;
+        part[r] = lanes_set1(0);
         for (int32_t j = r; j < group; j += CODEC_LANES) {
-            const lanes z = lanes_sub(lanes_load(AT(x, j)), m);
-            const lanes c = round_code(lanes_fma(z, inv, half), top);
-            cc = lanes_fma(c, c, cc);
-            c1 = lanes_add(c1, c);
-            zc = lanes_fma(z, c, zc);
-            z1 = lanes_add(z1, z);
+            const lanes vj = lanes_sub(lanes_load(AT(x, j)), middle);
+            lanes_store(AT(v, j), vj);
+            part[r] = lanes_add(part[r], vj);
         }
-        part_cc[r] = cc, part_c1[r] = c1, part_zc[r] = zc, part_z1[r] = z1;
     }
-    refit_plain(group, fold(part_cc), fold(part_c1), fold(part_zc), fold(part_z1), step, offset);
+    return fold(part);
+}
+
+/* One round of all starts, whose chains of dependent operations overlap: codes for (step, offset), then step and offset
+ * for the codes. v1: sum of v. Codes are whole numbers, so their own sums are exact in any order. */
+static inline __attribute__((always_inline)) void starts_round(const int n_starts, int32_t group, int32_t bits,
+                                                               const float *v, lanes v1, lanes *step, lanes *offset) {
+    const lanes top = code_top(bits), zero = lanes_set1(0);
+    lanes inv[LS_STARTS], shift[LS_STARTS], cc[LS_STARTS], c1[LS_STARTS], part[LS_STARTS][CODEC_LANES];
+#pragma GCC unroll 3
+    for (int k = 0; k < n_starts; k++) {
+        inv[k] = reciprocal_step(step[k]);
+        shift[k] = lanes_fnma(offset[k], inv[k], lanes_set1(0.5f));
+        cc[k] = c1[k] = zero;
+    }
+    for (int32_t r = 0; r < CODEC_LANES; r++) {
+        lanes vc[LS_STARTS];
+#pragma GCC unroll 3
+        for (int k = 0; k < n_starts; k++) vc[k] = zero;
+        for (int32_t j = r; j < group; j += CODEC_LANES) {
+            const lanes vj = lanes_load(AT(v, j));
+#pragma GCC unroll 3
+            for (int k = 0; k < n_starts; k++) {
+                const lanes c = round_code(lanes_fma(vj, inv[k], shift[k]), top);
+                cc[k] = lanes_fma(c, c, cc[k]);
+                c1[k] = lanes_add(c1[k], c);
+                vc[k] = lanes_fma(vj, c, vc[k]);
+            }
+        }
+#pragma GCC unroll 3
+        for (int k = 0; k < n_starts; k++) part[k][r] = vc[k];
+    }
+#pragma GCC unroll 3
+    for (int k = 0; k < n_starts; k++) refit_plain(group, cc[k], c1[k], fold(part[k]), v1, &step[k], &offset[k]);
+}
+
+static __attribute__((noinline)) void least_squares_round(int n_starts, int32_t group, int32_t bits, const float *v,
+                                                          lanes v1, lanes *step, lanes *offset) {
+    if (n_starts == LS_STARTS)
+        starts_round(LS_STARTS, group, bits, v, v1, step, offset);
+    else
+        starts_round(LS_STARTS - 1, group, bits, v, v1, step, offset);
 }
 
 static __attribute__((noinline)) lanes squared_error(int32_t group, int32_t bits, const float *x, lanes step, lanes offset) {
@@ -189,26 +293,30 @@ static __attribute__((noinline)) lanes squared_error(int32_t group, int32_t bits
 static __attribute__((noinline)) void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
                                  float *offset_out) {
     const int n_starts = n_starts_of(bits);
-    _Alignas(64) float top_x[128 * CODEC_LANES];
-    const int32_t n_top = rank_from_top(group, start_clip(bits, n_starts - 1)) + 1;
-    largest_magnitudes(group, x, n_top, top_x);
+    _Alignas(64) float top_x[16 * CODEC_LANES]; /* a cut leaves out fewer than sixteen */
+    (rank_from_top(group, start_clip(bits, n_starts - 1)) < 8 ? eight_largest_magnitudes
+                                                              : sixteen_largest_magnitudes)(group, x, top_x);
 
+    _Alignas(64) float v[128 * CODEC_LANES];
     lanes low, high;
     range_of_group(group, x, &low, &high);
+    const lanes middle = lanes_mul(lanes_add(low, high), lanes_set1(0.5f)), v1 = centre(group, x, middle, v);
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
-    lanes best_step = lanes_set1(0), best_offset = best_step, best_error = best_step;
-    for (int start = 0; start < n_starts; start++) {
-        const int32_t t = start == 0 ? 0 : rank_from_top(group, start_clip(bits, start));
-        lanes step, offset;
-        range_params(low, high, lanes_load(AT(top_x, t)), inv_levels, &step, &offset);
-        for (int round = 0; round < LS_ROUNDS; round++)
-            least_squares_round(group, bits, x, &step, &offset);
-        step = lanes_fp16(step);
-        offset = lanes_fp16(offset);
-        const lanes error = squared_error(group, bits, x, step, offset);
-        const lanes_mask better = lanes_lt(error, start == 0 ? lanes_set1(FLT_MAX) : best_error);
-        best_step = lanes_select(better, step, best_step);
-        best_offset = lanes_select(better, offset, best_offset);
+    lanes step[LS_STARTS], offset[LS_STARTS];
+    for (int k = 0; k < n_starts; k++) {
+        const int32_t t = k == 0 ? 0 : rank_from_top(group, start_clip(bits, k));
+        range_params(low, high, lanes_load(AT(top_x, t)), inv_levels, &step[k], &offset[k]);
+        offset[k] = lanes_sub(offset[k], middle);
+    }
+    for (int round = 0; round < LS_ROUNDS; round++) least_squares_round(n_starts, group, bits, v, v1, step, offset);
+    lanes best_step = lanes_set1(0), best_offset = best_step, best_error = lanes_set1(FLT_MAX);
+    for (int k = 0; k < n_starts; k++) {
+        step[k] = lanes_fp16(step[k]);
+        offset[k] = lanes_fp16(lanes_add(offset[k], middle));
+        const lanes error = squared_error(group, bits, x, step[k], offset[k]);
+        const lanes_mask better = lanes_lt(error, best_error);
+        best_step = lanes_select(better, step[k], best_step);
+        best_offset = lanes_select(better, offset[k], best_offset);
         best_error = lanes_select(better, error, best_error);
     }
     lanes_store(step_out, best_step);
@@ -289,27 +397,37 @@ static inline void refit_metric(float ones_ones, lanes cc, lanes c1, lanes rc, l
     *offset = lanes_select(ok, lanes_fp16(new_offset), *offset);
 }
 
+/* w = c B from what the round left over, where all channels are one group: (x - x^) B = x B - s c B - m 1 B. */
+static inline lanes codes_times_b(lanes xb, lanes r, lanes offset, lanes one, lanes inv) {
+    return lanes_mul(lanes_sub(lanes_fnma(offset, one, xb), r), inv);
+}
+
 /* Refits step and offset of one group in M, given its codes, against the residual r = (x - x^) B,
  * and brings r up to date. */
 static __attribute__((noinline)) void refit_group(const row_codec *codec, row_scratch *s, int32_t g) {
     const int32_t d = codec->head_dim, i0 = g * codec->group, i1 = i0 + codec->group;
     const float *ones = codec->ones + (size_t)g * d;
+    const lanes old_step = lanes_load(AT(s->step, g)), old_offset = lanes_load(AT(s->offset, g));
+    const lanes inv = reciprocal_step(old_step);
+    const bool one_group = codec->group == d;
 
-    lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
+    if (!one_group) lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
     lanes part_cc[CODEC_LANES], part_c1[CODEC_LANES], part_rc[CODEC_LANES], part_r1[CODEC_LANES];
     for (int32_t k = 0; k < CODEC_LANES; k++) {
         lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
         for (int32_t j = k; j < i1; j += CODEC_LANES) {
-            const lanes w = lanes_load(AT(s->w, j)), r = lanes_load(AT(s->r, j));
+            const lanes one = lanes_set1(ones[j]), r = lanes_load(AT(s->r, j));
+            const lanes w = one_group ? codes_times_b(lanes_load(AT(s->xb, j)), r, old_offset, one, inv)
+                                      : lanes_load(AT(s->w, j));
             const lanes dw = lanes_mul(lanes_set1(codec->metric_d[j]), w);
+            if (one_group) lanes_store(AT(s->w, j), w);
             cc = lanes_fma(dw, w, cc);
-            c1 = lanes_fma(dw, lanes_set1(ones[j]), c1);
+            c1 = lanes_fma(dw, one, c1);
             rc = lanes_fma(dw, r, rc);
             r1 = lanes_fma(lanes_set1(codec->metric_d[j] * ones[j]), r, r1);
         }
         part_cc[k] = cc, part_c1[k] = c1, part_rc[k] = rc, part_r1[k] = r1;
     }
-    const lanes old_step = lanes_load(AT(s->step, g)), old_offset = lanes_load(AT(s->offset, g));
     lanes step = old_step, offset = old_offset;
     refit_metric(codec->ones_ones[g], fold(part_cc), fold(part_c1), fold(part_rc), fold(part_r1), &step, &offset);
     lanes_store(AT(s->step, g), step);
@@ -331,8 +449,8 @@ static inline lanes gain_factor(lanes xx, lanes xr) {
 }
 
 /* Scales step and offset by <x, x>_M / <x^, x>_M, so that the stored row keeps the length of the
- * true one along itself. have_r: s->r already holds (x - x^) B. */
-static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
+ * true one along itself. have_r, have_xb: s->r already holds (x - x^) B, s->xb x B. */
+static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scratch *s, bool have_r, bool have_xb) {
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     const float *y = s->x; /* x B */
     if (!have_r) {
@@ -345,8 +463,8 @@ static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scr
         if (codec->metric_b) lanes_product(d, codec->metric_b, true, 0, d, d, s->e, s->r);
     }
     if (codec->metric_b) {
-        lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->w);
-        y = s->w;
+        if (!have_xb) lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->xb);
+        y = s->xb;
     }
     lanes part_xx[CODEC_LANES], part_xr[CODEC_LANES];
     for (int32_t k = 0; k < CODEC_LANES; k++) {
@@ -379,8 +497,12 @@ static __attribute__((noinline)) uint32_t load_rows(const row_codec *codec, int 
                           row_scratch *s) {
     const int32_t d = codec->head_dim;
     float *in = codec->rotation ? s->w : s->x;
-    for (int l = 0; l < CODEC_LANES; l++)
-        for (int32_t j = 0; j < d; j++) in[j * CODEC_LANES + l] = l < n_rows ? x[l * x_stride + j] : 0.0f;
+    for (int32_t j = 0; j < d; j += CODEC_LANES) {
+        lanes v[CODEC_LANES];
+        for (int l = 0; l < CODEC_LANES; l++) v[l] = l < n_rows ? lanes_loadu(x + l * x_stride + j) : lanes_set1(0);
+        transpose(v);
+        for (int k = 0; k < CODEC_LANES; k++) lanes_store(AT(in, j + k), v[k]);
+    }
     const lanes limit = lanes_set1(FLT_MAX);
     lanes_mask ok = lanes_le(lanes_abs(lanes_load(in)), limit);
     for (int32_t j = 1; j < d; j++) ok = lanes_and(ok, lanes_le(lanes_abs(lanes_load(AT(in, j))), limit));
@@ -399,8 +521,17 @@ static __attribute__((noinline)) uint32_t load_rows(const row_codec *codec, int 
 static __attribute__((noinline)) void store_rows(const row_codec *codec, int n_rows, const row_scratch *s, uint8_t *codes,
                        uint16_t *params) {
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
+    for (int32_t j = 0; j < d; j += CODEC_LANES) {
+        lanes v[CODEC_LANES];
+        for (int k = 0; k < CODEC_LANES; k++) v[k] = lanes_load(AT(s->codes, j + k));
+        transpose(v);
+        for (int l = 0; l < n_rows; l++) {
+            _Alignas(64) float row[CODEC_LANES];
+            lanes_store(row, v[l]);
+            for (int k = 0; k < CODEC_LANES; k++) codes[l * d + j + k] = (uint8_t)(int32_t)row[k];
+        }
+    }
     for (int l = 0; l < n_rows; l++) {
-        for (int32_t j = 0; j < d; j++) codes[l * d + j] = (uint8_t)(int32_t)s->codes[j * CODEC_LANES + l];
         for (int32_t g = 0; g < n_groups; g++) {
             params[(l * n_groups + g) * 2] = fp16_from_float(s->step[g * CODEC_LANES + l]);
             params[(l * n_groups + g) * 2 + 1] = fp16_from_float(s->offset[g * CODEC_LANES + l]);
@@ -432,8 +563,9 @@ static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const floa
         else
             least_squares_params(codec->group, codec->bits, xg, AT(s.step, g), AT(s.offset, g));
     }
-    const bool ldlq = uses_ldlq(codec);
+    const bool ldlq = uses_ldlq(codec), have_xb = ldlq && n_groups == 1;
     if (ldlq) {
+        if (have_xb) lanes_product(d, codec->metric_b, true, 0, d, d, s.x, s.xb);
         for (int round = 0; round < LDLQ_REFITS; round++) {
             round_ldlq(codec, &s);
             for (int32_t g = 0; g < n_groups; g++) refit_group(codec, &s, g);
@@ -441,7 +573,7 @@ static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const floa
     } else {
         round_plain(codec, &s);
     }
-    if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq);
+    if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq, have_xb);
     store_rows(codec, n_rows, &s, codes, params);
     return bad;
 }
