@@ -277,23 +277,38 @@ static void model_clip_minmax(int n, const double *x, int levels, float clip, do
     *m = lo;
 }
 
+/* What rounds of least squares see of a row: x - middle to multiples of a power of two, 2^14 to 2^15 of which are half of
+ * the range (2 bits; half as many with each bit more). */
+static void model_grid(int n, const double *x, int bits, double *v, double *middle) {
+    double low = INFINITY, high = -INFINITY;
+    for (int j = 0; j < n; j++) low = fmin(low, x[j]), high = fmax(high, x[j]);
+    *middle = (double)(float)((low + high) / 2);
+    int exponent;
+    frexp((high - low) / 2, &exponent); /* half of the range is in [2^(exponent - 1), 2^exponent) */
+    const double unit = ldexp(1, exponent - 17 + bits);
+    for (int j = 0; j < n; j++) v[j] = rint((x[j] - *middle) / unit) * unit;
+}
+
 static void model_least_squares(int n, const double *x, int bits, double *s_out, double *m_out) {
     const int levels = (1 << bits) - 1;
+    double grid[MAX_D], middle;
+    model_grid(n, x, bits, grid, &middle);
     const float clips2[] = {1.0f, 0.96f, 0.88f}, clips[] = {1.0f, 0.98f};
     double best = INFINITY;
     for (int start = 0; start < (bits == 2 ? 3 : 2); start++) {
         double s, m;
         model_clip_minmax(n, x, levels, bits == 2 ? clips2[start] : clips[start], &s, &m);
+        m -= middle;
         for (int round = 0; round < 6; round++) {
             double a = 0, b = 0, u = 0, v = 0;
             for (int j = 0; j < n; j++) {
-                double c = code_of((x[j] - m) / s, levels);
-                a += c * c, b += c, u += x[j] * c, v += x[j];
+                double c = code_of((grid[j] - m) / s, levels);
+                a += c * c, b += c, u += grid[j] * c, v += grid[j];
             }
             double det = a * n - b * b, s2 = (u * n - b * v) / det, m2 = (a * v - b * u) / det;
             if (det > 1e-6 * a * n && s2 > 0) s = s2, m = m2;
         }
-        s = h16(s), m = h16(m);
+        s = h16(s), m = h16(m + middle);
         double error = 0;
         for (int j = 0; j < n; j++) {
             double e = m + s * code_of((x[j] - m) / s, levels) - x[j];

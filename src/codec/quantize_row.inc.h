@@ -148,10 +148,11 @@ static inline void one_least_squares(const int n_starts, int32_t group, int32_t 
     lanes low, high, step[LS_STARTS], offset[LS_STARTS];
     one_range(group, x, &low, &high);
     _Alignas(64) float v[128];
-    const lanes middle = lanes_mul(lanes_add(low, high), lanes_set1(0.5f));
+    const lanes half = lanes_set1(0.5f), middle = lanes_mul(lanes_add(low, high), half);
+    const lanes grid = grid_of(bits, lanes_mul(lanes_sub(high, low), half));
     lanes v1 = lanes_set1(0);
     for (int32_t j = 0; j < group; j += CODEC_LANES) {
-        const lanes vj = lanes_sub(lanes_load(x + j), middle);
+        const lanes vj = to_grid(lanes_load(x + j), middle, grid);
         lanes_store(v + j, vj);
         v1 = lanes_add(v1, vj);
     }
@@ -208,7 +209,8 @@ static inline void push_errors(const row_codec *codec, one_scratch *s, int32_t b
 static inline void push_codes(const row_codec *codec, const one_scratch *s, int32_t block, int32_t column, float *w) {
     lanes sum = lanes_load(w + column);
     for (int32_t i = block + CODEC_LANES - 1; i >= block; i--)
-        sum = lanes_fma(lanes_set1(s->codes[i]), lanes_loadu(codec->metric_b + (size_t)i * codec->head_dim + column), sum);
+        sum = lanes_fma(lanes_set1(s->codes[i]), lanes_loadu(codec->metric_b + (size_t)i * codec->head_dim + column),
+                        sum);
     lanes_store(w + column, sum);
 }
 

@@ -7,7 +7,7 @@
  * and a row does not depend on its neighbours. quantize_row.inc.h is the second form, for few rows:
  * there a vector is sixteen channels of one row. So that both give the same bits,
  *   sums over channels are sixteen partial sums, by channel mod 16 and rising within, added as a
- *   tree: r + (r + 8), then r + (r + 4), r + 2, r + 1;
+ *   tree: r + (r + 8), then r + (r + 4), r + 2, r + 1; those of least squares' rounds are exact;
  *   products with a matrix add their terms one by one, fused, in the order said below.
  *
  * The includer defines: lanes, lanes_mask; lanes_load, _store, _set1, _add, _sub, _mul, _div,
@@ -149,7 +149,8 @@ static inline __attribute__((always_inline)) void merge_step(const int n, const 
 }
 
 /* The n largest |x| of a group, falling: n = 8 or 16 at a time, sorted, against the largest so far. */
-static inline __attribute__((always_inline)) void top_magnitudes(const int n, int32_t group, const float *x, float *out) {
+static inline __attribute__((always_inline)) void top_magnitudes(const int n, int32_t group, const float *x,
+                                                                 float *out) {
     lanes top[16];
 #pragma GCC unroll 16
     for (int i = 0; i < n; i++) top[i] = lanes_set1(0);
@@ -218,51 +219,52 @@ static inline void refit_plain(int32_t group, lanes cc, lanes c1, lanes vc, lane
     *offset = lanes_select(ok, m, *offset);
 }
 
-/* v = x - middle, so that a large common offset costs the sums below no digits. Returns the sum of v. */
-static __attribute__((noinline)) lanes centre(int32_t group, const float *x, lanes middle, float *v) {
-    lanes part[CODEC_LANES];
-    for (int32_t r = 0; r < CODEC_LANES; r++) {
-        part[r] = lanes_set1(0);
-        for (int32_t j = r; j < group; j += CODEC_LANES) {
-            const lanes vj = lanes_sub(lanes_load(AT(x, j)), middle);
-            lanes_store(AT(v, j), vj);
-            part[r] = lanes_add(part[r], vj);
-        }
+/* Rounds of least squares see v = x - middle on a grid, as coarse (14 bits of half of the range with codes of 2 bits)
+ * as it takes for sums of v, v c, c and c^2 to be exact, so that a round gives the same bits in whatever order it adds;
+ * by the last bit of a sum a row comes to another end now and then. What adding `grid` and taking it away leaves is v;
+ * half: of the range. */
+static inline lanes grid_of(int32_t bits, lanes half) {
+    return lanes_mul(half, lanes_set1((float)(128 << bits)));
+}
+static inline lanes to_grid(lanes x, lanes middle, lanes grid) {
+    return lanes_sub(lanes_add(lanes_sub(x, middle), grid), grid);
+}
+
+/* v [group][16] and its sum. */
+static __attribute__((noinline)) lanes centre(int32_t group, const float *x, lanes middle, lanes grid, float *v) {
+    lanes v1 = lanes_set1(0);
+    for (int32_t j = 0; j < group; j++) {
+        const lanes vj = to_grid(lanes_load(AT(x, j)), middle, grid);
+        lanes_store(AT(v, j), vj);
+        v1 = lanes_add(v1, vj);
     }
-    return fold(part);
+    return v1;
 }
 
 /* One round of all starts, whose chains of dependent operations overlap: codes for (step, offset), then step and offset
- * for the codes. v1: sum of v. Codes are whole numbers, so their own sums are exact in any order. */
+ * for the codes. v1: sum of v. */
 static inline __attribute__((always_inline)) void starts_round(const int n_starts, int32_t group, int32_t bits,
                                                                const float *v, lanes v1, lanes *step, lanes *offset) {
-    const lanes top = code_top(bits), zero = lanes_set1(0);
-    lanes inv[LS_STARTS], shift[LS_STARTS], cc[LS_STARTS], c1[LS_STARTS], part[LS_STARTS][CODEC_LANES];
+    const lanes top = code_top(bits);
+    lanes inv[LS_STARTS], shift[LS_STARTS], cc[LS_STARTS], c1[LS_STARTS], vc[LS_STARTS];
 #pragma GCC unroll 3
     for (int k = 0; k < n_starts; k++) {
         inv[k] = reciprocal_step(step[k]);
         shift[k] = lanes_fnma(offset[k], inv[k], lanes_set1(0.5f));
-        cc[k] = c1[k] = zero;
+        cc[k] = c1[k] = vc[k] = lanes_set1(0);
     }
-    for (int32_t r = 0; r < CODEC_LANES; r++) {
-        lanes vc[LS_STARTS];
+    for (int32_t j = 0; j < group; j++) {
+        const lanes vj = lanes_load(AT(v, j));
 #pragma GCC unroll 3
-        for (int k = 0; k < n_starts; k++) vc[k] = zero;
-        for (int32_t j = r; j < group; j += CODEC_LANES) {
-            const lanes vj = lanes_load(AT(v, j));
-#pragma GCC unroll 3
-            for (int k = 0; k < n_starts; k++) {
-                const lanes c = round_code(lanes_fma(vj, inv[k], shift[k]), top);
-                cc[k] = lanes_fma(c, c, cc[k]);
-                c1[k] = lanes_add(c1[k], c);
-                vc[k] = lanes_fma(vj, c, vc[k]);
-            }
+        for (int k = 0; k < n_starts; k++) {
+            const lanes c = round_code(lanes_fma(vj, inv[k], shift[k]), top);
+            cc[k] = lanes_fma(c, c, cc[k]);
+            c1[k] = lanes_add(c1[k], c);
+            vc[k] = lanes_fma(vj, c, vc[k]);
         }
-#pragma GCC unroll 3
-        for (int k = 0; k < n_starts; k++) part[k][r] = vc[k];
     }
 #pragma GCC unroll 3
-    for (int k = 0; k < n_starts; k++) refit_plain(group, cc[k], c1[k], fold(part[k]), v1, &step[k], &offset[k]);
+    for (int k = 0; k < n_starts; k++) refit_plain(group, cc[k], c1[k], vc[k], v1, &step[k], &offset[k]);
 }
 
 static __attribute__((noinline)) void least_squares_round(int n_starts, int32_t group, int32_t bits, const float *v,
@@ -300,7 +302,8 @@ static __attribute__((noinline)) void least_squares_params(int32_t group, int32_
     _Alignas(64) float v[128 * CODEC_LANES];
     lanes low, high;
     range_of_group(group, x, &low, &high);
-    const lanes middle = lanes_mul(lanes_add(low, high), lanes_set1(0.5f)), v1 = centre(group, x, middle, v);
+    const lanes half = lanes_set1(0.5f), middle = lanes_mul(lanes_add(low, high), half);
+    const lanes grid = grid_of(bits, lanes_mul(lanes_sub(high, low), half)), v1 = centre(group, x, middle, grid, v);
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
     lanes step[LS_STARTS], offset[LS_STARTS];
     for (int k = 0; k < n_starts; k++) {
