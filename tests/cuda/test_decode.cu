@@ -261,6 +261,36 @@ static void test_bits(int d) {
     printf("d %d bits: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
+/* Outputs of 16 bits are those of 32, rounded; behind them and of sequences that are not run nothing is written. */
+static void test_prefill_narrow(int d) {
+    for (int k = 0; k < 4; k++) {
+        Problem p = make(d, 4, {700, 0, 90});
+        p.n_q_tokens = 75;
+        p.ring = 512;
+        p.n_tracked = k & 1 ? 16 : 0;
+        p.bias_size = 2;
+        p.out_rotated = k < 3;
+        p.means = k != 1;
+        build(p);
+        Device device;
+        set_up(device, p);
+        const std::vector<float> wide = decode(device, p.q.size(), true);
+        device.args.out_dtype = k & 2 ? OSCAR_DTYPE_F16 : OSCAR_DTYPE_BF16;
+        const std::vector<float> both = decode(device, p.q.size(), true);
+        std::vector<uint16_t> narrow(2 * both.size());
+        memcpy(narrow.data(), both.data(), both.size() * 4);
+        const size_t per_seq = p.q.size() / p.lengths.size();
+        int n_wrong = 0;
+        for (size_t i = 0; i < narrow.size(); i++) {
+            const bool written = i < wide.size() && p.lengths[i / per_seq] >= p.n_q_tokens;
+            n_wrong += narrow[i] != (!written ? 0xffff : k & 2 ? to_fp16(wide[i]) : to_bf16(wide[i]));
+        }
+        n_cases++;
+        n_failures += n_wrong > 0;
+        if (n_wrong) printf("FAILED prefill, 16-bit outputs: d %d, case %d: %d numbers differ\n", d, k, n_wrong);
+    }
+}
+
 /* Chunks of a prompt: at its start, around the windows, ragged; every feature. A sequence shorter than the chunk
  * is not run. */
 static void test_prefill(int d) {
@@ -315,6 +345,7 @@ static void test_prefill(int d) {
         p.logit_scale = 0.05f;
         run_case("prefill, bias of 1,000", p, 5e-4, true, true);
     }
+    test_prefill_narrow(d);
     printf("d %d prefill: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
