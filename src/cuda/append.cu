@@ -3,13 +3,15 @@
  *
  * A CTA takes one side of one KV head, and a few tokens at a time: it removes the means, turns the rows
  * together (a thread has one channel of several rows, so that the rotation is read once), then every
- * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks have a row on
- * every lane (append_lanes.cuh). Rotation and metric lie in shared memory where they fit. Compiled without
- * contraction: codes are bit-equal to the CPU's, but for what append_feedback.cuh says.
+ * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks are turned apart
+ * (append_chunk.cuh) and have a row on every lane (append_lanes.cuh). Rotation and metric lie in shared memory
+ * where they fit. Compiled without contraction: codes are bit-equal to the CPU's, but for what
+ * append_sorted.cuh and append_feedback.cuh say.
  *
  * Codes depend on the overlay's rows alone, so an append may end there, and the settle kernels, which begin
  * there, quantise many positions together later.
  */
+#include "append_chunk.cuh"
 #include "append_lanes.cuh"
 
 /* Floats of shared memory of a CTA of n_rows rows; the rotation and the metric when they are staged. */
@@ -342,75 +344,6 @@ __global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __
         if constexpr (CODES) {
             const RowPlace mine = !WIDE && threadIdx.x & 16 ? at[ROWS_A_WARP - 1] : at[0];
             code_row<D, WIDE>(p, metric_of<D>(STAGED ? shared + D * D : packed), turned, residuals, part.side, head, mine);
-        }
-        __syncthreads();
-    }
-}
-
-/* Chunks at head_dim 128, without codes: a thread has eight channels of four rows, so that reading the rows and the
- * rotation from shared memory takes no longer than the products. */
-struct ChunkShape {
-    static constexpr int D = 128, THREADS = 256, ROWS = 64, PITCH = ROWS + 4;
-    static constexpr int RESIDUALS = D * PITCH, TURNED = ROWS * Row<D>::STRIDE; /* in the same place */
-    static constexpr int FLOATS = D * D + (RESIDUALS > TURNED ? RESIDUALS : TURNED);
-};
-
-/* Thread (a, b) of 16 x 16 turns rows 4 a .. 4 a + 3 to channels 4 b .. 4 b + 3 and 64 + those. */
-DEVICE void turn_chunk(const float *rotation, const float *residuals, float (&sum)[4][8]) {
-    const float *u = rotation + 4 * (threadIdx.x % 16), *rows = residuals + threadIdx.x / 16 * 4;
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-        for (int c = 0; c < 8; c++) sum[r][c] = 0;
-#pragma unroll 4
-    for (int i = 0; i < ChunkShape::D; i++) {
-        const float4 u0 = load4(u + i * ChunkShape::D), u1 = load4(u + i * ChunkShape::D + 64);
-        const float4 x4 = load4(rows + i * ChunkShape::PITCH);
-        const float x[4] = {x4.x, x4.y, x4.z, x4.w};
-        const float v[8] = {u0.x, u0.y, u0.z, u0.w, u1.x, u1.y, u1.z, u1.w};
-#pragma unroll
-        for (int r = 0; r < 4; r++)
-#pragma unroll
-            for (int c = 0; c < 8; c++) sum[r][c] = fmaf(x[r], v[c], sum[r][c]);
-    }
-}
-
-__global__ void __launch_bounds__(ChunkShape::THREADS, 2) append_chunk_kernel(const __grid_constant__ AppendParams p) {
-    using C = ChunkShape;
-    constexpr int OWN = C::ROWS / (C::THREADS / 32); /* rows of a warp */
-    extern __shared__ __align__(16) float shared[];
-    const Part part(p);
-    const AppendSide &from = p.side[part.side];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, b = threadIdx.x % 16, row0 = threadIdx.x / 16 * 4;
-    float *rows = shared + C::D * C::D;
-    if (from.rotation) stage(shared, from.rotation + static_cast<size_t>(part.head) * C::D * C::D, C::D * C::D, C::THREADS);
-    let_next_kernel_start();
-    wait_for_kernel_before();
-#pragma unroll 1
-    for (int token = part.group * C::ROWS; token < p.n_tokens; token += from.n_ctas * C::ROWS) {
-        const RowPlace at = place_of_token(p, token + OWN * warp + lane % OWN);
-        const int slot = slot_of(p, at);
-        load_residuals<C::D, C::THREADS, C::ROWS>(p, from, part.side, part.head, token, rows, [] {});
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
-        float sum[4][8];
-        if (from.rotation)
-            turn_chunk(shared, rows, sum);
-        else
-#pragma unroll
-            for (int k = 0; k < 32; k++) sum[k / 8][k % 8] = rows[(k % 8 / 4 * 64 + 4 * b + k % 4) * C::PITCH + row0 + k / 8];
-        __syncthreads(); /* turned rows take the residuals' place */
-#pragma unroll
-        for (int k = 0; k < 32; k++)
-            rows[(row0 + k / 8) * Row<C::D>::STRIDE + k % 8 / 4 * 64 + 4 * b + k % 4] = round_bf16(sum[k / 8][k % 8]);
-        __syncthreads();
-        const unsigned long long to =
-            reinterpret_cast<unsigned long long>(at.valid ? overlay_of<C::D>(p, from, at, slot, part.head) : nullptr);
-#pragma unroll 4
-        for (int k = 0; k < OWN; k++) {
-            const int row = OWN * warp + k;
-            keep_row<C::D, false>(p, rows + row * Row<C::D>::STRIDE,
-                                  reinterpret_cast<uint16_t *>(__shfl_sync(FULL_WARP, to, k)), token + row);
         }
         __syncthreads();
     }

@@ -53,6 +53,18 @@ DEVICE float input_value(uint32_t bits, int dtype) {
 /* What the overlay holds of a rotated row. Codes are made from that, so that they do not depend on when they are made. */
 DEVICE float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
+/* Of two values each. */
+DEVICE uint32_t min_bf162(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+DEVICE uint32_t max_bf162(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 /* 16-byte asynchronous copies of n floats by all threads. */
 DEVICE void stage(float *to, const float *from, int n, int n_threads) {
     for (int i = 4 * threadIdx.x; i < n; i += 4 * n_threads)

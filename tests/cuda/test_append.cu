@@ -194,7 +194,8 @@ struct Store {
 /* How far what was made differs from what it should be. */
 struct Wrong {
     std::atomic<size_t> codes{0}, params{0}, overlay{0}; /* values */
-    std::atomic<int> code{0}, ulps{0};                   /* largest difference; ulps: of parameters of rows with equal codes */
+    std::atomic<size_t> far{0}; /* rows with equal codes whose step or offset is off by more than two fp16 steps of the larger one */
+    std::atomic<int> code{0};   /* largest difference */
 
     static void raise(std::atomic<int> &to, int v) {
         for (int old = to; old < v && !to.compare_exchange_weak(old, v);) continue;
@@ -207,17 +208,22 @@ struct Wrong {
             off = std::max(off, abs((int)a[i] - (int)b[i]));
         }
         raise(code, off);
+        double off_by = 0;
         for (int i = 0; i < n_params; i++) {
-            if (params_a[i] != params_b[i]) params++;
-            if (!off) raise(ulps, abs(in_order(params_a[i]) - in_order(params_b[i])));
+            if (params_a[i] == params_b[i]) continue;
+            params++;
+            const double larger = std::max(fabs(from_fp16(params_a[i & ~1])), fabs(from_fp16(params_a[i | 1])));
+            off_by = std::max(off_by, fabs(from_fp16(params_a[i]) - from_fp16(params_b[i])) / (larger / 1024));
         }
+        far += !off && off_by > 2;
     }
-    /* exact: all bits; otherwise rows of many at once, whose refits and gain are of sums in another order. */
+    /* exact: all bits; otherwise rows of many at once, whose least squares, refits and gain are of sums in another order. That
+     * moves most rows' parameters by less than their rounding to fp16; now and then a value next to a threshold or two starts
+     * as good as each other make a row another one. */
     bool good(bool exact, size_t n_rows, int d) const {
         if (exact) return codes == 0 && params == 0 && overlay == 0;
-        return codes * 10000 <= n_rows * d && code <= 1 && params * 100 <= n_rows && ulps <= 2 && overlay == 0;
+        return codes * 10000 <= n_rows * d && code <= 1 && params * 100 <= n_rows && far * 1000 <= n_rows && overlay == 0;
     }
-    static int in_order(uint16_t half) { return half & 0x8000 ? -(half & 0x7fff) : half; }
 };
 
 /* Two stores. */
@@ -387,10 +393,10 @@ static void run_case(const Case &c, uint64_t seed, bool exact = true) {
     const bool good = wrong.good(exact, n_rows, c.d) && apart.good(true, n_rows, c.d) && bad == 3 && bad_later == 3;
     n_failures += !good;
     printf("%s append: d %d, %d tokens x %d heads, %d tracked, recipe %d, ldlq %d, gain %d, metric %d, rotated %d, bits %d/%d: %zu of "
-           "%zu codes differ (by at most %d), %zu parameters (at most %d ulp where codes are equal), %zu overlay values, bad token %d; "
+           "%zu codes differ (by at most %d), %zu parameters (%zu rows far), %zu overlay values, bad token %d; "
            "codes later: bad token %d, %zu codes, %zu parameters, %zu overlay values differ (seed %llu)\n",
            good ? "ok    " : "FAILED", c.d, n, c.n_kv_heads, c.n_tracked, c.recipe, c.ldlq, c.gain, c.metric, c.rotated, c.bits_k,
-           c.bits_v, wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.ulps.load(), wrong.overlay.load(),
+           c.bits_v, wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.far.load(), wrong.overlay.load(),
            bad, bad_later, apart.codes.load(), apart.params.load(), apart.overlay.load(), (unsigned long long)seed);
 }
 
@@ -457,10 +463,10 @@ static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uin
     const bool good = wrong_bad == 0 && touched == 0 && wrong.good(exact, n_rows, c.d);
     n_failures += !good;
     printf("%s settle: d %d, %d sequences, %zu steps, sink %d, recipe %d, ldlq %d, gain %d, metric %d, bits %d/%d, hint %d: %zu of %zu "
-           "codes differ (by at most %d), %zu parameters (%d ulp), %zu overlay values, %zu rows touched early, %zu bad tokens differ "
+           "codes differ (by at most %d), %zu parameters (%zu rows far), %zu overlay values, %zu rows touched early, %zu bad tokens differ "
            "(seed %llu)\n",
            good ? "ok    " : "FAILED", c.d, n_seqs, n_steps, sink, c.recipe, c.ldlq, c.gain, c.metric, c.bits_k, c.bits_v, n_positions,
-           wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.ulps.load(), wrong.overlay.load(), touched,
+           wrong.codes.load(), n_rows * c.d, wrong.code.load(), wrong.params.load(), wrong.far.load(), wrong.overlay.load(), touched,
            wrong_bad, (unsigned long long)seed);
 }
 
@@ -490,7 +496,8 @@ static void run_ragged_cases(bool quick, uint64_t seed) {
             run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, n_seqs, 5, hint, seed++);
             run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 2}, n_seqs, 5, hint, seed++,
                        !many);
-            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, n_seqs, 0, hint, seed++);
+            run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 4, 3}, n_seqs, 0, hint, seed++,
+                       !many);
             run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, n_seqs, 64, hint, seed++);
             run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, n_seqs, 5, hint, seed++);
         }
@@ -521,12 +528,12 @@ int main(void) {
     if (!quick) { /* so many that a lane has a row */
         const int d = 128, n = 1090, h = 8;
         run_case({d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
         run_case({d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 2, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
         run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
         run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++, false);
         run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 0, 0, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
+        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 0, 0, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
         run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
     }
     run_ragged_cases(quick, seed);
