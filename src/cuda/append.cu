@@ -215,6 +215,7 @@ DEVICE void quantise(const AppendSide &from, Row<D, WIDE> &w, const Levels &q, c
         }
     }
     if (ldlq) {
+        if constexpr (R::G == 1) metric_product(w, metric, w.shared_x, w.xb);
 #pragma unroll 1
         for (int round = 0; round < LDLQ_REFITS; round++) round_ldlq(w, q, metric);
     } else {

@@ -246,8 +246,7 @@ __global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_ker
         take_row(w, stage_rows);
         __syncwarp(); /* sorted rows take the place of rows as they came */
         sorted.sort(w.x_);
-        sorted.add_up();
-        const LeastSquares found = sorted_least_squares(sorted, levels_of(from.bits));
+        const LeastSquares found = sorted_least_squares(sorted, w.x_, levels_of(from.bits));
         if (first) {
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncthreads();

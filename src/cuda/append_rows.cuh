@@ -84,6 +84,7 @@ template <int D, bool WIDE_ = false> struct Row {
     static constexpr int CHUNKS = N / 4;
     static constexpr int STRIDE = D + 16; /* floats of a row in shared memory: two rows on all banks */
     float x[N], code[N], r[N];
+    float xb[N]; /* x B: for error feedback where all channels are one group */
     float step[G], offset[G];
     float *shared_x; /* [D] this row's x */
     float *scratch;  /* [D] of this row */
@@ -216,47 +217,55 @@ DEVICE void range_params(const Levels &q, float low, float high, float limit, fl
 
 /* --- least squares ------------------------------------------------------------------------------- */
 
-/* Least-squares step and offset for codes of z = x - offset in units of 2^-bits, from sum c^2, c, z c, z over n channels;
- * as they were where that is singular. */
-DEVICE void refit_plain(const Levels &q, float n, const float (&sum)[4], float &step, float &offset) {
-    const float cc = sum[0] * q.levels * q.levels, c1 = sum[1] * q.levels, zc = sum[2] * q.levels;
-    const float z1 = sum[3], scale = cc * n, det = fmaf(-c1, c1, scale);
-    const float new_step = quotient(fmaf(-c1, z1, zc * n), det), dm = quotient(fmaf(-c1, zc, cc * z1), det);
+/* Rounds see v = x - middle on a grid, on which their sums are exact: as grid_of() and to_grid() of the CPU. */
+struct Grid {
+    float middle, grid;
+
+    DEVICE Grid(const Levels &q, float low, float high)
+        : middle((low + high) * 0.5f), grid((high - low) * 0.5f * (128.0f * q.levels)) {}
+    DEVICE float operator()(float x) const { return ((x - middle) + grid) - grid; }
+};
+
+/* Least-squares step and offset for codes of v in units of 2^-bits, from sum c^2, c, v c, v over n channels; as they were
+ * where that is singular. */
+DEVICE void refit_plain(const Levels &q, float n, float cc, float c1, float vc, float v1, float &step, float &offset) {
+    cc *= q.levels * q.levels;
+    c1 *= q.levels;
+    vc *= q.levels;
+    const float scale = cc * n, det = fmaf(-c1, c1, scale);
+    const float new_step = quotient(fmaf(-c1, v1, vc * n), det), m = quotient(fmaf(-c1, vc, cc * v1), det);
     const bool ok = scale * REFIT_SINGULAR < det && 0.0f < new_step;
     step = ok ? new_step : step;
-    offset = ok ? offset + dm : offset;
+    offset = ok ? m : offset;
 }
 
-/* A round of all starts side by side: codes for (step, offset), then step and offset for the codes. */
+/* A round of all starts side by side: codes for (step, offset), then step and offset for the codes. v1: sum of v. */
 template <int STARTS, class R>
-DEVICE void least_squares_round(const R &w, const Levels &q, int g, float (&step)[STARTS], float (&offset)[STARTS]) {
-    constexpr int NG = R::NG;
-    const float half = 0.5f * q.unit, n = static_cast<float>(R::GROUP);
-    float inv[STARTS], sum[STARTS][4];
+DEVICE void least_squares_round(const float (&v)[R::NG], float v1, const Levels &q, float (&step)[STARTS],
+                                float (&offset)[STARTS]) {
+    float sum[STARTS][3];
+#pragma unroll
+    for (int s = 0; s < STARTS; s++) sum[s][0] = sum[s][1] = sum[s][2] = 0;
 #pragma unroll
     for (int s = 0; s < STARTS; s++) {
-        inv[s] = reciprocal(step[s]) * q.unit;
-        sum[s][0] = sum[s][1] = sum[s][2] = sum[s][3] = 0;
-    }
+        const float inv = reciprocal(step[s]), shift = fmaf(-offset[s], inv, 0.5f) * q.unit;
 #pragma unroll
-    for (int m = 0; m < NG; m++)
-#pragma unroll
-        for (int s = 0; s < STARTS; s++) {
-            const float z = w.x[g * NG + m] - offset[s];
-            const float c = round_code(q, z, inv[s], half);
+        for (int m = 0; m < R::NG; m++) {
+            const float c = round_code(q, v[m], inv * q.unit, shift);
             sum[s][0] = fmaf(c, c, sum[s][0]);
             sum[s][1] += c;
-            sum[s][2] = fmaf(z, c, sum[s][2]);
-            sum[s][3] += z;
+            sum[s][2] = fmaf(v[m], c, sum[s][2]);
         }
+    }
 #pragma unroll
     for (int d = 8; d > 0; d /= 2)
 #pragma unroll
         for (int s = 0; s < STARTS; s++)
 #pragma unroll
-            for (int k = 0; k < 4; k++) sum[s][k] += __shfl_xor_sync(FULL_WARP, sum[s][k], d);
+            for (int k = 0; k < 3; k++) sum[s][k] += __shfl_xor_sync(FULL_WARP, sum[s][k], d);
 #pragma unroll
-    for (int s = 0; s < STARTS; s++) refit_plain(q, n, sum[s], step[s], offset[s]);
+    for (int s = 0; s < STARTS; s++)
+        refit_plain(q, static_cast<float>(R::GROUP), sum[s][0], sum[s][1], sum[s][2], v1, step[s], offset[s]);
 }
 
 template <class R> DEVICE float squared_error(const R &w, const Levels &q, int g, float step, float offset) {
@@ -277,9 +286,16 @@ template <class R> DEVICE float squared_error(const R &w, const Levels &q, int g
 template <int STARTS, class R>
 DEVICE void least_squares_from(const R &w, const Levels &q, int g, float *best_step, float *best_offset) {
     constexpr int OWN = R::WIDE ? (STARTS + 1) / 2 : STARTS;
-    float low, high, step[OWN], offset[OWN], error[OWN];
+    float low, high, step[OWN], offset[OWN], error[OWN], v[R::NG], v1 = 0;
     const float largest = largest_magnitudes(w, g);
     range_of_group(w, g, &low, &high);
+    const Grid grid(q, low, high);
+#pragma unroll
+    for (int m = 0; m < R::NG; m++) {
+        v[m] = grid(w.x[g * R::NG + m]);
+        v1 += v[m];
+    }
+    v1 = fold(v1);
 #pragma unroll
     for (int s = 0; s < OWN; s++) {
         const int lower = s == 0 ? 0 : rank_from_top<R>(q.clips[s == 0 ? 0 : s - 1]);
@@ -287,13 +303,14 @@ DEVICE void least_squares_from(const R &w, const Levels &q, int g, float *best_s
         const int upper = rank_from_top<R>(q.clips[(OWN + s < LAST ? OWN + s : LAST) - 1]);
         const int rank = R::WIDE && w.upper ? upper : lower;
         range_params(q, low, high, __shfl_sync(FULL_WARP, largest, rank, 16), &step[s], &offset[s]);
+        offset[s] -= grid.middle;
     }
 #pragma unroll 1
-    for (int round = 0; round < LS_ROUNDS; round++) least_squares_round(w, q, g, step, offset);
+    for (int round = 0; round < LS_ROUNDS; round++) least_squares_round<OWN, R>(v, v1, q, step, offset);
 #pragma unroll
     for (int s = 0; s < OWN; s++) {
         step[s] = to_fp16(step[s]);
-        offset[s] = to_fp16(offset[s]);
+        offset[s] = to_fp16(offset[s] + grid.middle);
         error[s] = squared_error(w, q, g, step[s], offset[s]);
     }
     float best_error = FLT_MAX;
@@ -383,7 +400,7 @@ template <int D> DEVICE const float *metric_row(const AppendMetric &metric, int 
     return metric.rows + 64 * k * D - 2048 * k * (k - 1) + (i - 64 * k) * 64 + 4 * lane;
 }
 
-/* Pushes a block's errors and codes to this lane's channels of chunks 0 .. K. */
+/* Pushes a block's errors to this lane's channels of chunks 0 .. K; where there are several groups also its codes. */
 template <int D, int K>
 DEVICE void ldlq_push(const Row<D> &w, const AppendMetric &metric, int first, const float (&e)[BLOCK],
                       const float (&c)[BLOCK], float (&t)[D / 16], float (&pushed)[D / 16]) {
@@ -396,7 +413,7 @@ DEVICE void ldlq_push(const Row<D> &w, const AppendMetric &metric, int first, co
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 t[4 * k + n] = fmaf(-e[i], row[n], t[4 * k + n]);
-                pushed[4 * k + n] = fmaf(c[i], row[n], pushed[4 * k + n]);
+                if (Row<D>::G > 1) pushed[4 * k + n] = fmaf(c[i], row[n], pushed[4 * k + n]);
             }
         }
 }
@@ -449,17 +466,20 @@ DEVICE void refit_metric(float ones_ones, float cc, float c1, float rc, float r1
     offset = ok ? to_fp16(new_offset) : offset;
 }
 
-/* Refits group g; brings r up to date. product: codes of the group times B. */
+/* Refits group g; brings r up to date. product: codes of the group times B; where all channels are one group, that is what
+ * the round left over: (x - x^) B = x B - s c B - m 1 B. */
 template <int D, bool WIDE>
-DEVICE void refit_group(Row<D, WIDE> &w, const AppendMetric &metric, int g, const float (&product)[D / 16]) {
+DEVICE void refit_group(Row<D, WIDE> &w, const AppendMetric &metric, int g, float (&product)[D / 16]) {
     using R = Row<D>;
     const int n_channels = (g + 1) * R::NG;
+    const float inv = reciprocal(w.step[g]);
     float cc = 0, c1 = 0, rc = 0, r1 = 0, ones[R::N];
 #pragma unroll
     for (int m = 0; m < R::N; m++) {
         if (m >= n_channels) continue;
         const float d = metric.d[16 * m + w.lane];
         ones[m] = metric.ones[g * D + 16 * m + w.lane];
+        if (R::G == 1) product[m] = (fmaf(-w.offset[g], ones[m], w.xb[m]) - w.r[m]) * inv;
         const float dw = d * product[m];
         cc = fmaf(dw, product[m], cc);
         c1 = fmaf(dw, ones[m], c1);
@@ -497,7 +517,7 @@ DEVICE void finish_round(Row<D, WIDE> &w, const Levels &q, const AppendMetric &m
 #pragma unroll
     for (int g = 0; g < R::G; g++) {
 #pragma unroll
-        for (int m = 0; m < R::N; m++) pushed[g][m] *= q.levels;
+        for (int m = 0; m < R::N; m++) pushed[g][m] *= q.levels; /* of several groups */
         refit_group(w, metric, g, pushed[g]);
     }
 }
@@ -525,15 +545,12 @@ template <int D> DEVICE void round_ldlq(Row<D, false> &w, const Levels &q, const
 }
 
 /* --- error feedback on a warp: head_dim 128 -------------------------------------------------------
- * The upper half has channels 64 .. 127 of t (what is left to round) and of the codes' product with B, the lower
- * half the others. When the lower 64 channels are rounded only theirs are pushed to: then the lower half takes the
- * errors, the upper half the codes. Errors are pushed as they come. */
+ * The upper half has channels 64 .. 127 of t (what is left to round), the lower half the others. When the lower 64 channels
+ * are rounded what the upper half has does not matter. Errors are pushed as they come. */
 
-/* Rounds the block at `first`; left as in ldlq_block(). rows: this lane's four channels of B's rows, 64 floats a row.
- * BOTH: t and codes are this lane's both; otherwise t is what the lane's half takes. */
-template <bool BOTH>
-DEVICE void ldlq_block_wide(const Levels &q, const Rounding &to, const BlockInput &in, const float *rows, int first, bool upper,
-                            float (&left)[BLOCK], float (&t)[4], float (&pushed)[4]) {
+/* Rounds the block at `first`; left as in ldlq_block(). rows: this lane's four channels of B's rows, 64 floats a row. */
+DEVICE void ldlq_block_wide(const Levels &q, const Rounding &to, const BlockInput &in, const float *rows, int first,
+                            float (&left)[BLOCK], float (&t)[4]) {
 #pragma unroll
     for (int i = BLOCK - 1, at = 0; i >= 0; i--) {
         const float4 v = load4(rows + 64 * (first + i));
@@ -542,19 +559,15 @@ DEVICE void ldlq_block_wide(const Levels &q, const Rounding &to, const BlockInpu
         const float e = fmaf(to.step, c, to.offset - in.x[i]);
 #pragma unroll
         for (int j = i - 1; j >= 0; j--) left[j] = fmaf(-e, in.inner[at++], left[j]);
-        const float mine = BOTH || !upper ? -e : c;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            t[n] = fmaf(mine, row[n], t[n]);
-            if (BOTH) pushed[n] = fmaf(c, row[n], pushed[n]);
-        }
+        for (int n = 0; n < 4; n++) t[n] = fmaf(-e, row[n], t[n]);
     }
 }
 
 /* Chunk K (0 or 1) of 64 channels. rounded: what was left of this lane's channels of the chunk. */
 template <int K>
 DEVICE void ldlq_chunk_wide(const Row<128, true> &w, const Levels &q, const AppendMetric &metric, const Rounding &to,
-                            const float *rows, BlockInput (&in)[2], float (&t)[4], float (&pushed)[4], float (&rounded)[8]) {
+                            const float *rows, BlockInput (&in)[2], float (&t)[4], float (&rounded)[8]) {
     auto keep = [&](const float (&left)[BLOCK]) { /* this lane's of eight */
         const float a = w.lane & 1 ? left[1] : left[0], b = w.lane & 1 ? left[3] : left[2];
         const float c = w.lane & 1 ? left[5] : left[4], d = w.lane & 1 ? left[7] : left[6];
@@ -572,13 +585,13 @@ DEVICE void ldlq_chunk_wide(const Row<128, true> &w, const Levels &q, const Appe
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) left[i] = __shfl_sync(FULL_WARP, mine, 16 * K + BLOCK + i);
         in[1].load(w.shared_x, metric, first);
-        ldlq_block_wide<K == 1>(q, to, in[0], rows, first + BLOCK, w.upper, left, t, pushed);
+        ldlq_block_wide(q, to, in[0], rows, first + BLOCK, left, t);
         const float high = keep(left);
         mine = pick(m);
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) left[i] = __shfl_sync(FULL_WARP, mine, 16 * K + i);
         in[0].load(w.shared_x, metric, first > 0 ? first - BLOCK : 0);
-        ldlq_block_wide<K == 1>(q, to, in[1], rows, first, w.upper, left, t, pushed);
+        ldlq_block_wide(q, to, in[1], rows, first, left, t);
         const float low = keep(left), both = w.lane & 8 ? high : low;
 #pragma unroll
         for (int n = 0; n < 4; n++) rounded[4 * K + n] = n == m ? both : rounded[4 * K + n];
@@ -588,29 +601,18 @@ DEVICE void ldlq_chunk_wide(const Row<128, true> &w, const Levels &q, const Appe
 DEVICE void round_ldlq(Row<128, true> &w, const Levels &q, const AppendMetric &metric) {
     const float inv = reciprocal(w.step[0]);
     const Rounding to = {w.step[0] * q.levels, w.offset[0], inv * q.unit, fmaf(-w.offset[0], inv, 0.5f) * q.unit};
-    float t[4], codes[4], product[1][8], rounded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    float t[4], product[1][8], rounded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-        t[n] = w.upper ? w.x[4 + n] : w.x[n];
-        codes[n] = 0;
-    }
+    for (int n = 0; n < 4; n++) t[n] = w.upper ? w.x[4 + n] : w.x[n];
+#pragma unroll
+    for (int n = 0; n < 8; n++) product[0][n] = 0;
     BlockInput in[2]; /* one is loaded while the other's block is rounded */
     in[0].load(w.shared_x, metric, 120);
     /* metric_row() for the chunk of this lane's half, then for the lower one. */
     const float *lower = metric.rows + 4 * w.lane;
     const float *own = w.upper ? lower + 64 * 128 - 64 * 64 : lower;
-    ldlq_chunk_wide<1>(w, q, metric, to, own, in, t, codes, rounded);
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const float of_lower = __shfl_xor_sync(FULL_WARP, codes[n], 16);
-        t[n] = w.upper ? of_lower : t[n];
-    }
-    ldlq_chunk_wide<0>(w, q, metric, to, lower, in, t, codes, rounded);
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        product[0][n] = __shfl_sync(FULL_WARP, t[n], 16 + w.lane);
-        product[0][4 + n] = __shfl_sync(FULL_WARP, codes[n], 16 + w.lane);
-    }
+    ldlq_chunk_wide<1>(w, q, metric, to, own, in, t, rounded);
+    ldlq_chunk_wide<0>(w, q, metric, to, lower, in, t, rounded);
     finish_round(w, q, metric, rounded, product);
 }
 
@@ -691,7 +693,12 @@ DEVICE void apply_gain(Row<D, WIDE> &w, const Levels &q, const AppendMetric &met
     }
 #pragma unroll
     for (int m = 0; m < R::N; m++) y[m] = w.x[m];
-    if (with_metric) metric_product(w, metric, w.shared_x, y);
+    if (with_metric && have_r && R::G == 1) {
+#pragma unroll
+        for (int m = 0; m < R::N; m++) y[m] = w.xb[m];
+    } else if (with_metric) {
+        metric_product(w, metric, w.shared_x, y);
+    }
     float xx = 0, xr = 0;
 #pragma unroll
     for (int m = 0; m < R::N; m++) {
