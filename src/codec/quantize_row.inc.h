@@ -148,11 +148,10 @@ static inline void one_least_squares(const int n_starts, int32_t group, int32_t 
     lanes low, high, step[LS_STARTS], offset[LS_STARTS];
     one_range(group, x, &low, &high);
     _Alignas(64) float v[128];
-    const lanes half = lanes_set1(0.5f), middle = lanes_mul(lanes_add(low, high), half);
-    const lanes grid = grid_of(bits, lanes_mul(lanes_sub(high, low), half));
+    const row_grid grid = grid_of(bits, low, high);
     lanes v1 = lanes_set1(0);
     for (int32_t j = 0; j < group; j += CODEC_LANES) {
-        const lanes vj = to_grid(lanes_load(x + j), middle, grid);
+        const lanes vj = to_grid(grid, lanes_load(x + j));
         lanes_store(v + j, vj);
         v1 = lanes_add(v1, vj);
     }
@@ -160,21 +159,17 @@ static inline void one_least_squares(const int n_starts, int32_t group, int32_t 
     for (int k = 0; k < n_starts; k++) {
         range_params(low, high, lanes_pick(largest, k == 0 ? 0 : rank_from_top(group, start_clip(bits, k))), inv_levels,
                      &step[k], &offset[k]);
-        offset[k] = lanes_sub(offset[k], middle);
+        offset[k] = lanes_sub(offset[k], grid.middle);
     }
     for (int round = 0; round < LS_ROUNDS; round++) one_round(n_starts, group, bits, v, v1, step, offset);
-    lanes best_step = lanes_set1(0), best_offset = best_step, best_error = lanes_set1(FLT_MAX);
+    best_start best = no_start();
     for (int k = 0; k < n_starts; k++) {
         step[k] = lanes_fp16(step[k]);
-        offset[k] = lanes_fp16(lanes_add(offset[k], middle));
-        const lanes error = one_squared_error(group, bits, x, step[k], offset[k]);
-        const lanes_mask better = lanes_lt(error, best_error);
-        best_step = lanes_select(better, step[k], best_step);
-        best_offset = lanes_select(better, offset[k], best_offset);
-        best_error = lanes_select(better, error, best_error);
+        offset[k] = lanes_fp16(lanes_add(offset[k], grid.middle));
+        keep_better(&best, step[k], offset[k], one_squared_error(group, bits, x, step[k], offset[k]));
     }
-    *step_out = first_lane(best_step);
-    *offset_out = first_lane(best_offset);
+    *step_out = first_lane(best.step);
+    *offset_out = first_lane(best.offset);
 }
 
 static __attribute__((noinline)) void one_params(const row_codec *codec, one_scratch *s) {
@@ -254,7 +249,7 @@ static inline void ldlq_block(const bool two_bits, const bool has_next, const ro
 /* As round_ldlq, and where there are several groups the products of the codes with B on the way. */
 static __attribute__((noinline)) void one_round_ldlq(const row_codec *codec, one_scratch *s) {
     const int32_t d = codec->head_dim;
-    const bool one_group = codec->group == d;
+    const bool one_group = has_one_group(codec);
     memcpy(s->t, s->x, sizeof(float) * (size_t)d);
     if (!one_group) memset(s->w, 0, sizeof(float) * (size_t)(d / codec->group) * (size_t)d);
     for (int32_t j = d - CODEC_LANES; j >= 0; j -= CODEC_LANES) {
@@ -274,7 +269,7 @@ static __attribute__((noinline)) void one_refit(const row_codec *codec, one_scra
     float *w = s->w + (size_t)g * d;
     const lanes old_step = lanes_set1(s->step[g]), old_offset = lanes_set1(s->offset[g]);
     const lanes inv = reciprocal_step(old_step);
-    const bool one_group = codec->group == d;
+    const bool one_group = has_one_group(codec);
     lanes cc = lanes_set1(0), c1 = cc, rc = cc, r1 = cc;
     for (int32_t j = 0; j < i1; j += CODEC_LANES) {
         const lanes r = lanes_load(s->r + j), dg = lanes_loadu(codec->metric_d + j), one = lanes_loadu(ones + j);
@@ -297,7 +292,7 @@ static __attribute__((noinline)) void one_refit(const row_codec *codec, one_scra
     }
 }
 
-static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scratch *s, bool have_r, bool have_xb) {
+static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scratch *s, bool have_r) {
     const int32_t d = codec->head_dim;
     const float *y = s->x;
     if (!have_r) {
@@ -310,7 +305,7 @@ static __attribute__((noinline)) void one_gain(const row_codec *codec, one_scrat
         if (codec->metric_b) one_product(d, codec->metric_b, true, s->e, s->r);
     }
     if (codec->metric_b) {
-        if (!have_xb) one_product(d, codec->metric_b, true, s->x, s->xb);
+        if (!have_r || !has_one_group(codec)) one_product(d, codec->metric_b, true, s->x, s->xb);
         y = s->xb;
     }
     lanes xx = lanes_set1(0), xr = xx;
@@ -356,14 +351,14 @@ static bool quantize_one(const row_codec *codec, const float *x, float *y, uint8
     for (int32_t j = 0; j < d; j += CODEC_LANES)
         lanes_store(s.x + j, lanes_min(lanes_max(lanes_load(s.x + j), low), high));
     one_params(codec, &s);
-    const bool ldlq = uses_ldlq(codec), have_xb = ldlq && n_groups == 1;
-    if (have_xb) one_product(d, codec->metric_b, true, s.x, s.xb);
+    const bool ldlq = uses_ldlq(codec);
+    if (ldlq && has_one_group(codec)) one_product(d, codec->metric_b, true, s.x, s.xb);
     for (int round = 0; ldlq && round < LDLQ_REFITS; round++) {
         one_round_ldlq(codec, &s);
         for (int32_t g = 0; g < n_groups; g++) one_refit(codec, &s, g);
     }
     if (!ldlq) one_round_plain(codec, &s);
-    if (codec->gain) one_gain(codec, &s, ldlq, have_xb);
+    if (codec->gain) one_gain(codec, &s, ldlq);
     for (int32_t j = 0; j < d; j++) codes[j] = (uint8_t)(int32_t)s.codes[j];
     for (int32_t g = 0; g < n_groups; g++) {
         params[2 * g] = fp16_from_float(s.step[g]);

@@ -39,7 +39,7 @@ typedef struct row_scratch {
     _Alignas(64) float codes[OSCAR_MAX_HEAD_DIM * CODEC_LANES]; /* [d][16] 0 .. 2^bits - 1 */
     _Alignas(64) float e[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] x^ - x */
     _Alignas(64) float r[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] (x - x^) B */
-    _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] codes of a group times B */
+    _Alignas(64) float w[OSCAR_MAX_HEAD_DIM * CODEC_LANES];     /* [d][16] rows before they are turned; codes of a group times B */
     _Alignas(64) float xb[OSCAR_MAX_HEAD_DIM * CODEC_LANES];    /* [d][16] x B */
     _Alignas(64) float step[CODEC_MAX_GROUPS * CODEC_LANES];    /* [n_groups][16] fp16 values */
     _Alignas(64) float offset[CODEC_MAX_GROUPS * CODEC_LANES];  /* [n_groups][16] fp16 values */
@@ -221,20 +221,25 @@ static inline void refit_plain(int32_t group, lanes cc, lanes c1, lanes vc, lane
 
 /* Rounds of least squares see v = x - middle on a grid, as coarse (14 bits of half of the range with codes of 2 bits)
  * as it takes for sums of v, v c, c and c^2 to be exact, so that a round gives the same bits in whatever order it adds;
- * by the last bit of a sum a row comes to another end now and then. What adding `grid` and taking it away leaves is v;
- * half: of the range. */
-static inline lanes grid_of(int32_t bits, lanes half) {
-    return lanes_mul(half, lanes_set1((float)(128 << bits)));
+ * by the last bit of a sum a row comes to another end now and then. What adding `grid` and taking it away leaves is v. */
+typedef struct row_grid {
+    lanes middle, grid;
+} row_grid;
+
+static inline row_grid grid_of(int32_t bits, lanes low, lanes high) {
+    const lanes half = lanes_set1(0.5f);
+    return (row_grid){lanes_mul(lanes_add(low, high), half),
+                      lanes_mul(lanes_mul(lanes_sub(high, low), half), lanes_set1((float)(128 << bits)))};
 }
-static inline lanes to_grid(lanes x, lanes middle, lanes grid) {
-    return lanes_sub(lanes_add(lanes_sub(x, middle), grid), grid);
+static inline lanes to_grid(row_grid g, lanes x) {
+    return lanes_sub(lanes_add(lanes_sub(x, g.middle), g.grid), g.grid);
 }
 
 /* v [group][16] and its sum. */
-static __attribute__((noinline)) lanes centre(int32_t group, const float *x, lanes middle, lanes grid, float *v) {
+static __attribute__((noinline)) lanes centre(int32_t group, const float *x, row_grid grid, float *v) {
     lanes v1 = lanes_set1(0);
     for (int32_t j = 0; j < group; j++) {
-        const lanes vj = to_grid(lanes_load(AT(x, j)), middle, grid);
+        const lanes vj = to_grid(grid, lanes_load(AT(x, j)));
         lanes_store(AT(v, j), vj);
         v1 = lanes_add(v1, vj);
     }
@@ -290,6 +295,21 @@ static __attribute__((noinline)) lanes squared_error(int32_t group, int32_t bits
     return fold(part);
 }
 
+/* The start of the least error so far; the first of those that are as good. */
+typedef struct best_start {
+    lanes step, offset, error;
+} best_start;
+
+static inline best_start no_start(void) {
+    return (best_start){lanes_set1(0), lanes_set1(0), lanes_set1(FLT_MAX)};
+}
+static inline void keep_better(best_start *best, lanes step, lanes offset, lanes error) {
+    const lanes_mask better = lanes_lt(error, best->error);
+    best->step = lanes_select(better, step, best->step);
+    best->offset = lanes_select(better, offset, best->offset);
+    best->error = lanes_select(better, error, best->error);
+}
+
 /* Step and offset of one group by least squares: several starts, rounds of rounding and refitting,
  * the best by squared error of what will be stored. x: [group][16]. */
 static __attribute__((noinline)) void least_squares_params(int32_t group, int32_t bits, const float *x, float *step_out,
@@ -302,28 +322,24 @@ static __attribute__((noinline)) void least_squares_params(int32_t group, int32_
     _Alignas(64) float v[128 * CODEC_LANES];
     lanes low, high;
     range_of_group(group, x, &low, &high);
-    const lanes half = lanes_set1(0.5f), middle = lanes_mul(lanes_add(low, high), half);
-    const lanes grid = grid_of(bits, lanes_mul(lanes_sub(high, low), half)), v1 = centre(group, x, middle, grid, v);
+    const row_grid grid = grid_of(bits, low, high);
+    const lanes v1 = centre(group, x, grid, v);
     const float inv_levels = 1.0f / (float)((1 << bits) - 1);
     lanes step[LS_STARTS], offset[LS_STARTS];
     for (int k = 0; k < n_starts; k++) {
         const int32_t t = k == 0 ? 0 : rank_from_top(group, start_clip(bits, k));
         range_params(low, high, lanes_load(AT(top_x, t)), inv_levels, &step[k], &offset[k]);
-        offset[k] = lanes_sub(offset[k], middle);
+        offset[k] = lanes_sub(offset[k], grid.middle);
     }
     for (int round = 0; round < LS_ROUNDS; round++) least_squares_round(n_starts, group, bits, v, v1, step, offset);
-    lanes best_step = lanes_set1(0), best_offset = best_step, best_error = lanes_set1(FLT_MAX);
+    best_start best = no_start();
     for (int k = 0; k < n_starts; k++) {
         step[k] = lanes_fp16(step[k]);
-        offset[k] = lanes_fp16(lanes_add(offset[k], middle));
-        const lanes error = squared_error(group, bits, x, step[k], offset[k]);
-        const lanes_mask better = lanes_lt(error, best_error);
-        best_step = lanes_select(better, step[k], best_step);
-        best_offset = lanes_select(better, offset[k], best_offset);
-        best_error = lanes_select(better, error, best_error);
+        offset[k] = lanes_fp16(lanes_add(offset[k], grid.middle));
+        keep_better(&best, step[k], offset[k], squared_error(group, bits, x, step[k], offset[k]));
     }
-    lanes_store(step_out, best_step);
-    lanes_store(offset_out, best_offset);
+    lanes_store(step_out, best.step);
+    lanes_store(offset_out, best.offset);
 }
 
 /* The published recipe: clamp to an order statistic, min and max, no refit. */
@@ -400,7 +416,10 @@ static inline void refit_metric(float ones_ones, lanes cc, lanes c1, lanes rc, l
     *offset = lanes_select(ok, lanes_fp16(new_offset), *offset);
 }
 
-/* w = c B from what the round left over, where all channels are one group: (x - x^) B = x B - s c B - m 1 B. */
+/* Whether all channels are one group: then error feedback keeps x B, from which follows what refits need. */
+static inline bool has_one_group(const row_codec *codec) { return codec->group == codec->head_dim; }
+
+/* w = c B from what the round left over, where there is one group: (x - x^) B = x B - s c B - m 1 B. */
 static inline lanes codes_times_b(lanes xb, lanes r, lanes offset, lanes one, lanes inv) {
     return lanes_mul(lanes_sub(lanes_fnma(offset, one, xb), r), inv);
 }
@@ -412,7 +431,7 @@ static __attribute__((noinline)) void refit_group(const row_codec *codec, row_sc
     const float *ones = codec->ones + (size_t)g * d;
     const lanes old_step = lanes_load(AT(s->step, g)), old_offset = lanes_load(AT(s->offset, g));
     const lanes inv = reciprocal_step(old_step);
-    const bool one_group = codec->group == d;
+    const bool one_group = has_one_group(codec);
 
     if (!one_group) lanes_product(d, codec->metric_b, true, i0, i1, i1, s->codes, s->w);
     lanes part_cc[CODEC_LANES], part_c1[CODEC_LANES], part_rc[CODEC_LANES], part_r1[CODEC_LANES];
@@ -452,8 +471,8 @@ static inline lanes gain_factor(lanes xx, lanes xr) {
 }
 
 /* Scales step and offset by <x, x>_M / <x^, x>_M, so that the stored row keeps the length of the
- * true one along itself. have_r, have_xb: s->r already holds (x - x^) B, s->xb x B. */
-static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scratch *s, bool have_r, bool have_xb) {
+ * true one along itself. have_r: error feedback left (x - x^) B in s->r. */
+static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scratch *s, bool have_r) {
     const int32_t d = codec->head_dim, n_groups = d / codec->group;
     const float *y = s->x; /* x B */
     if (!have_r) {
@@ -466,7 +485,7 @@ static __attribute__((noinline)) void apply_gain(const row_codec *codec, row_scr
         if (codec->metric_b) lanes_product(d, codec->metric_b, true, 0, d, d, s->e, s->r);
     }
     if (codec->metric_b) {
-        if (!have_xb) lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->xb);
+        if (!have_r || !has_one_group(codec)) lanes_product(d, codec->metric_b, true, 0, d, d, s->x, s->xb);
         y = s->xb;
     }
     lanes part_xx[CODEC_LANES], part_xr[CODEC_LANES];
@@ -566,9 +585,9 @@ static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const floa
         else
             least_squares_params(codec->group, codec->bits, xg, AT(s.step, g), AT(s.offset, g));
     }
-    const bool ldlq = uses_ldlq(codec), have_xb = ldlq && n_groups == 1;
+    const bool ldlq = uses_ldlq(codec);
     if (ldlq) {
-        if (have_xb) lanes_product(d, codec->metric_b, true, 0, d, d, s.x, s.xb);
+        if (has_one_group(codec)) lanes_product(d, codec->metric_b, true, 0, d, d, s.x, s.xb);
         for (int round = 0; round < LDLQ_REFITS; round++) {
             round_ldlq(codec, &s);
             for (int32_t g = 0; g < n_groups; g++) refit_group(codec, &s, g);
@@ -576,7 +595,7 @@ static uint32_t quantize_as_lanes(const row_codec *codec, int n_rows, const floa
     } else {
         round_plain(codec, &s);
     }
-    if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq, have_xb);
+    if (codec->gain && codec->recipe == OSCAR_RECIPE_DEFAULT) apply_gain(codec, &s, ldlq);
     store_rows(codec, n_rows, &s, codes, params);
     return bad;
 }
