@@ -386,6 +386,7 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     const int n_units = items_of_warp<C>(ctl, from, middle);
     Beginnings<C, MODE> beginnings;
     beginnings.start(area, p);
+    if (C::FOUR_ROWS && from < middle) split_query<C>(segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps));
     if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first, beginnings.large);
     int n_tiles = items_of_warp<C>(ctl, middle, to);
     int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
@@ -421,6 +422,7 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
+    const int pads = C::FOUR_ROWS ? ctl.pads : 0, before = pads * ctl.place.part; /* in segments before */
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
     __syncthreads();
@@ -429,9 +431,9 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
         return;
     }
     const int segment = ctl.place.seq * p.n_kv_heads * p.row_tiles + ctl.place.part;
-    const int first = cta_of(base, ctl.total), n = cta_of(end - 1, ctl.total) - first + 1;
+    const int first = cta_of(base + before, ctl.total), n = cta_of(end - 1 + before + pads, ctl.total) - first + 1;
     if (leave_partial<C>(p, area, ctl.start >= base ? 0 : 1, segment, n, &ctl.last_flag))
-        finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base ? 0 : 1), first, n);
+        finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base + before ? 0 : 1), first, n);
 }
 
 template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {
@@ -455,7 +457,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     wait_for_kernel_before();
     const int length = lane < p.n_seqs ? load_int(p.lengths + lane) : 0;
     opening.load_queries(p, to, warp, lane);
-    const Share share = share_of(p, lane, length);
+    const Share share = share_of<C::FOUR_ROWS>(p, lane, length);
     if (share.start >= share.end) { /* fewer items than CTAs */
         asm volatile("cp.async.wait_all;" ::: "memory");
         return;
@@ -463,6 +465,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     const Target real = target_of<C>(p, share.place);
     const Items items = items_of(p, share.place.length);
     if (threadIdx.x == 0) ctl = {share.start, share.end, share.total, share.place, items, 0};
+    if (C::FOUR_ROWS && threadIdx.x == 0) ctl.pads = share.pads;
     feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
     feeder.issued = C::STAGES;
     feeder.later = 0;

@@ -133,11 +133,12 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
     if (status != OSCAR_OK) return status;
     if (!a->workspace) return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "workspace is NULL");
     const double items = (double)a->n_seqs * layer->n_kv_heads * plan.row_tiles *
-                         (a->table_stride + oscar_cuda_overlay_rows(layer) / 8 + 2);
+                         (a->table_stride + 2 * (oscar_cuda_overlay_rows(layer) / 8 + 2)); /* pads, see decode_work.cuh */
     if (items * plan.n_ctas >= 4294967296.0)
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_seqs x table_stride is too large: %d x %d", a->n_seqs,
                               a->table_stride);
     DecodeParams params = params_of(layer, a, plan.row_tiles);
+    params.unit_pad = plan.unit_pad;
     if (plan.mirror_pages) {
         params.bias_waves = (const uint4 *)layer->mirror_waves[plan.mirror_pages / 4 - 2];
         params.bias_nu = (const float4 *)layer->mirror_nu[plan.mirror_pages / 4 - 2];

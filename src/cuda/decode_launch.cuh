@@ -17,6 +17,7 @@ template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds 
     plan->n_ctas = 0;
     plan->shared_bytes = shared_bytes<C>(needs->bias_steps);
     plan->n_threads = C::THREADS;
+    plan->unit_pad = C::FOUR_ROWS ? 3 : 0;
     plan->mirror_pages = C::MIRRORED ? C::WARPS : 0;
     plan->kernel = decode_kernel<C, MODE>;
     return true;

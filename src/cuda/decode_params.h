@@ -56,6 +56,7 @@ typedef struct DecodeParams {
     int out_dtype; /* oscar_dtype */
     float scale_log2;   /* logit scale times log2 e */
     float softcap_log2; /* cap times log2 e; 0: off */
+    int unit_pad; /* one sequence: eighths of a tile that a unit of BF16 tokens costs more than a tile */
 } DecodeParams;
 
 /* How a launch of one head_dim looks for a number of rows (query heads x tokens of a KV head). */
@@ -65,6 +66,7 @@ typedef struct DecodePlan {
     int n_ctas;
     size_t shared_bytes;
     int n_threads;
+    int unit_pad;     /* see DecodeParams */
     int mirror_pages; /* distance of the two pages whose key bias is made at once, one mirrored to the other; 0: none */
     void (*kernel)(const DecodeParams);
 } DecodePlan;

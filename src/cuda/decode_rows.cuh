@@ -41,6 +41,8 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
      * or, as bytes, of four rows. */
     static constexpr bool BYTES = !HIGH;
     static constexpr int QUERY_TILES = BYTES ? COLUMNS : TILES, QUERY_WORDS = BYTES ? STEPS : 2 * STEPS;
+    /* Where units are long beside tiles: their queries are split once a segment, and they count for more (decode_work.cuh). */
+    static constexpr bool FOUR_ROWS = FULL == 0;
     static constexpr int UNIT = 16 * D; /* bytes of 8 bf16 rows of one side */
     static constexpr int LOW_TILE = 32 * D + 512 * G;
     static constexpr int STAGE = LOW_TILE + (HIGH ? 2048 * W : 0);
@@ -80,7 +82,7 @@ template <class C> struct Rows {
 /* The part of shared memory that lives as long as a segment. */
 template <class C> struct SegmentData {
     uint32_t *fragments; /* [QUERY_TILES, QUERY_WORDS / 4, 32, 4] rotated queries as B operands */
-    float *query;       /* [ROWS, QUERY_STRIDE] rotated, times the row's scale */
+    float *query;       /* [ROWS, QUERY_STRIDE] rotated, times the row's scale; then what split_query() makes of it */
     float *query_scale; /* [ROWS] a power of two */
     float *query_mean;  /* [ROWS] q . mean */
     float *query_unit;  /* [ROWS] of the bytes of the fragments, in a raw score */

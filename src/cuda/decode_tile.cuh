@@ -344,6 +344,46 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
 
 /* --- a unit of 8 BF16 tokens ------------------------------------------------------------------- */
 
+/* Four rows: queries of units, in s.query, once it is not needed any more, as B operands [D / 32, 32, 4 words], high bf16 halves in
+ * even columns and low ones in odd. */
+template <class C> DEVICE void split_query(const SegmentData<C> &s) {
+    constexpr int PAIRS = C::ROWS * C::D / 2, EACH = (PAIRS + C::THREADS - 1) / C::THREADS;
+    uint32_t high[EACH], low[EACH];
+#pragma unroll
+    for (int v = 0; v < EACH; v++) {
+        const int i = min(thread_index() + v * C::THREADS, PAIRS - 1), row = i / (C::D / 2);
+        const float2 x = *reinterpret_cast<const float2 *>(s.query + row * C::QUERY_STRIDE + 2 * (i % (C::D / 2)));
+        high[v] = pack_bf162(x.x, x.y);
+        low[v] = pack_bf162(x.x - bf16_low(high[v]), x.y - bf16_high(high[v]));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < EACH; v++) {
+        const int i = thread_index() + v * C::THREADS, row = i / (C::D / 2), at = i % (C::D / 2);
+        if (i >= PAIRS) continue;
+        uint32_t *to = reinterpret_cast<uint32_t *>(s.query) + (at / 16 * 32 + 8 * row + at / 4 % 4) * 4 + at % 4;
+        to[0] = high[v];
+        to[16] = low[v];
+    }
+    __syncthreads();
+}
+
+/* q.k of 8 tokens, of queries split so. */
+template <class C> DEVICE void score_four(const SegmentData<C> &s, const uint8_t *keys, int lane, float (&c)[C::TILES][4]) {
+    const uint4 *query = reinterpret_cast<const uint4 *>(s.query) + lane;
+    float d[4] = {0, 0, 0, 0}; /* two chains side by side */
+    c[0][0] = c[0][1] = c[0][2] = c[0][3] = 0;
+#pragma unroll 1
+    for (int m = 0; m < C::D / 32; m++) {
+        const uint4 x = *reinterpret_cast<const uint4 *>(keys + (lane >> 2) * 2 * C::D + m * 64 + (lane & 3) * 16);
+        const uint4 q = query[m * 32];
+        mma_bf16(c[0], x.x, 0u, x.y, 0u, q.x, q.y);
+        mma_bf16(d, x.z, 0u, x.w, 0u, q.z, q.w);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) c[0][k] += d[k];
+}
+
 /* q.k of 8 tokens, rows' query split in a high and a low bf16 half. c: columns in MMA order. */
 template <class C>
 DEVICE void score_unit(const SegmentData<C> &s, const uint8_t *keys, int lane,
@@ -443,7 +483,8 @@ DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
     const int g = lane >> 2, t_first = length - p.n_q_tokens;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     float c[C::TILES][4], score[1][C::COLUMNS];
-    score_unit<C>(s, unit, lane, c);
+    if constexpr (C::FOUR_ROWS) score_four<C>(s, unit, lane, c);
+    else score_unit<C>(s, unit, lane, c);
     if constexpr (MODE != MODE_PLAIN) bias_unit<C, C::MIRRORED || MODE == MODE_BIAS_16>(r, s, p, position, warp, lane, large, score[0]);
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {

@@ -54,6 +54,20 @@ struct Place {
     int seq, part, base, length;
 };
 
+/* Of one sequence, whose time is that of its slowest CTA: where units cost more than tiles, the list that is cut evenly has pads
+ * between a segment's units and tiles, fewer than a CTA's share, so that every CTA has an item of each segment that it has a
+ * place of. Returns the pads of a segment of n items, `units` of them units. */
+DEVICE int pads_of(const DecodeParams &p, int n, int units) {
+    const int pads = units < n ? units * p.unit_pad >> 3 : 0;
+    return static_cast<uint32_t>(n * p.n_kv_heads * p.row_tiles) >= gridDim.x * static_cast<uint32_t>(pads + 1) ? pads : 0;
+}
+/* Place in the list with pads -> item. */
+template <bool PADS> DEVICE int without_pads(uint32_t slot, int n, int units, int pads) {
+    if (!PADS) return static_cast<int>(slot);
+    const int part = static_cast<int>(slot) / (n + pads), i = static_cast<int>(slot) - part * (n + pads);
+    return part * n + (i <= units ? i : max(i - pads, units));
+}
+
 DEVICE void advance_to(const DecodeParams &p, int item, Place &at) {
     int n = items_of(p, at.length).count();
     while (item >= at.base + n) {
@@ -73,29 +87,33 @@ DEVICE uint32_t working_ctas(uint32_t total) { return min(gridDim.x, total); }
 /* Total number of items, and this CTA's share with the place of its first item. Every warp computes
  * it: that is cheaper than waiting for one. */
 struct Share {
-    uint32_t total;
+    uint32_t total; /* pads included */
     int start, end;
+    int pads; /* of a segment */
     Place place;
 };
 
-/* length: of sequence `lane`, 0 for none. */
-DEVICE Share share_of(const DecodeParams &p, int lane, int length) {
+/* length: of sequence `lane`, 0 for none. PADS: one sequence may have some. */
+template <bool PADS> DEVICE Share share_of(const DecodeParams &p, int lane, int length) {
     const int parts = p.n_kv_heads * p.row_tiles;
     Share s;
     if (p.n_seqs == 1) { /* what follows, in fewer steps: nothing else happens meanwhile */
         s.place.length = __shfl_sync(FULL_WARP, length, 0);
-        const uint32_t n = items_of(p, s.place.length).count();
-        s.total = n * parts;
+        const Items items = items_of(p, s.place.length);
+        const uint32_t n = items.count();
+        s.pads = PADS ? pads_of(p, n, items.units()) : 0;
+        s.total = (n + s.pads) * parts;
         const uint32_t n_ctas = working_ctas(s.total);
         s.start = s.end = 0;
         if (blockIdx.x >= n_ctas) return s;
-        s.start = static_cast<int>(blockIdx.x * s.total / n_ctas);
-        s.end = static_cast<int>((blockIdx.x + 1) * s.total / n_ctas);
+        s.start = without_pads<PADS>(blockIdx.x * s.total / n_ctas, n, items.units(), s.pads);
+        s.end = without_pads<PADS>((blockIdx.x + 1) * s.total / n_ctas, n, items.units(), s.pads);
         s.place.seq = 0;
         s.place.part = s.start / static_cast<int>(n);
         s.place.base = s.place.part * static_cast<int>(n);
         return s;
     }
+    s.pads = 0;
     int mine = items_of(p, length).count() * parts;
     int sum = mine;
 #pragma unroll
@@ -150,9 +168,10 @@ struct Control {
     Place place;
     Items items; /* of the place's segment */
     int last_flag;
+    int pads; /* of a segment; four rows alone have some */
 };
 
-/* Which CTA has an item, and where a CTA begins. */
+/* Which CTA has a place of the list with pads, and where in that a CTA begins. */
 DEVICE int cta_of(uint32_t item, uint32_t total) {
     return static_cast<int>(((item + 1) * working_ctas(total) - 1) / total);
 }

@@ -238,6 +238,18 @@ static void test_one_sequence(int d) {
         p.bits_v = k == 13 ? 3 : k == 19 ? 4 : 2;
         run_case("one sequence", p, 1e-3, false);
     }
+    /* Many heads, so that units of four rows count for more when the list of items is cut: no tiles, one, some, none of the sink. */
+    const int lengths_of_many[] = {300, 330, 700, 1100, 2100};
+    for (int k = 0; k < 10; k++) {
+        Problem p = make(d, 1 + k % 4, {lengths_of_many[k % 5]});
+        p.n_kv_heads = k == 4 ? 65 : 32 * (2 + k % 3);
+        p.n_tracked = k % 3 == 1 ? 16 : k == 5 ? d / 2 : 0;
+        p.bias_size = 2;
+        p.sink_logits = k & 1;
+        p.window = k == 7 ? 600 : 0;
+        p.out_rotated = k % 4 != 3;
+        run_case("one sequence, many heads", p, 1e-3, false);
+    }
     printf("d %d one sequence: %d cases, %d failures\n", d, n_cases, n_failures);
 }
 
