@@ -32,7 +32,10 @@ typedef struct decode_case {
     uint8_t *keys[MAX_PAGES], *values[MAX_PAGES];
     double *k, *v;         /* [n_pages * 64, d] */
     float *table;          /* [2 n_pairs, 64] */
-    float *turned;         /* [n_pages, n_rows, 2 n_pairs] */
+    float *pairs;          /* [n_rows, 2, n_pairs] */
+    int32_t *tracked;      /* [n_pairs] of n_angles() */
+    float *cosines, *sines; /* [n_pages, n_angles()] of the pages' starts */
+    float *middle;         /* [2, n_pairs] */
     float *q;              /* [n_rows, q_dim] */
     float *bias;           /* [n_rows] */
     double *want;          /* [n_rows, d] */
@@ -87,6 +90,16 @@ static bool visible(const shape *s, int r, int t) {
     return t < end && (s->window == 0 || t >= end - s->window);
 }
 
+/* Angles of a page: more than are tracked. */
+static int n_angles(const shape *s) { return s->n_pairs + 3; }
+
+/* What pair p of row r adds to q.k of token t: the pair turned back by the page's start times the table. */
+static double pair_bias(const decode_case *c, int r, int p, int t) {
+    const int at = t / TILE * n_angles(&c->s) + c->tracked[p], n = c->s.n_pairs;
+    double x = c->pairs[2 * r * n + p], y = c->pairs[(2 * r + 1) * n + p], cosine = c->cosines[at], sine = c->sines[at];
+    return (x * cosine + y * sine) * c->table[2 * p * TILE + t % TILE] + (y * cosine - x * sine) * c->table[(2 * p + 1) * TILE + t % TILE];
+}
+
 /* Float64 attention of one row. */
 static void attend(decode_case *c, int r, double scale) {
     const shape *s = &c->s;
@@ -97,8 +110,7 @@ static void attend(decode_case *c, int r, double scale) {
         double dot = c->bias[r];
         if (!visible(s, r, t)) continue;
         for (int i = 0; i < s->d; i++) dot += (double)c->q[r * q_dim + i] * c->k[t * s->d + i];
-        for (int i = 0; i < 2 * s->n_pairs; i++)
-            dot += (double)c->turned[(t / TILE * s->n_rows + r) * 2 * s->n_pairs + i] * c->table[i * TILE + t % TILE];
+        for (int p = 0; p < s->n_pairs; p++) dot += pair_bias(c, r, p, t);
         dot *= scale;
         logits[t] = s->softcap > 0 ? s->softcap * tanh(dot / s->softcap) : dot;
         if (logits[t] > max) max = logits[t];
@@ -140,13 +152,23 @@ static decode_case case_make(const shape *s) {
         c.values[b] = overlay ? make_overlay(PAGE_VALUE, s->d, count, v) : make_page(&c.v_side, count, v);
     }
     c.table = make(2 * pairs * TILE, sizeof *c.table);
-    c.turned = make((size_t)c.n_pages * rows * 2 * pairs, sizeof *c.turned);
+    c.pairs = make(rows * 2 * pairs, sizeof *c.pairs);
+    c.tracked = make(pairs, sizeof *c.tracked);
+    c.middle = make(2 * pairs, sizeof *c.middle);
+    const size_t angles = (size_t)c.n_pages * (size_t)n_angles(s);
+    c.cosines = make(angles, sizeof *c.cosines), c.sines = make(angles, sizeof *c.sines);
     c.q = make(rows * (d + 2 * pairs), sizeof *c.q);
     c.bias = make(rows, sizeof *c.bias);
     c.want = make(rows * d, sizeof *c.want);
     c.logits = make(rows * n, sizeof *c.logits);
     make_table(&c);
-    for (size_t i = 0; i < (size_t)c.n_pages * rows * 2 * pairs; i++) c.turned[i] = random_normal();
+    attn_middle(c.table, s->n_pairs, c.middle, c.middle + pairs);
+    for (size_t i = 0; i < rows * 2 * pairs; i++) c.pairs[i] = random_normal();
+    for (int p = 0; p < s->n_pairs; p++) c.tracked[p] = random_below(n_angles(s));
+    for (size_t i = 0; i < angles; i++) {
+        double angle = 3 * (double)random_normal();
+        c.cosines[i] = (float)cos(angle), c.sines[i] = (float)sin(angle);
+    }
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < d; i++) c.q[r * (d + 2 * pairs) + i] = random_normal() * (random_below(30) ? 1.0f : 6.0f);
         c.bias[r] = 100 * random_normal();
@@ -157,7 +179,8 @@ static decode_case case_make(const shape *s) {
 
 static void case_free(decode_case *c) {
     for (int b = 0; b < c->n_pages; b++) aligned_free(c->keys[b]), aligned_free(c->values[b]);
-    aligned_free(c->k), aligned_free(c->v), aligned_free(c->table), aligned_free(c->turned);
+    aligned_free(c->k), aligned_free(c->v), aligned_free(c->table), aligned_free(c->pairs);
+    aligned_free(c->tracked), aligned_free(c->cosines), aligned_free(c->sines), aligned_free(c->middle);
     aligned_free(c->q), aligned_free(c->bias), aligned_free(c->want), aligned_free(c->logits);
 }
 
@@ -167,6 +190,11 @@ static void *made_table(const attn_decode_ops *ops, const decode_case *c) {
     void *table = bytes ? make(bytes, 1) : NULL;
     if (table) ops->make_table(c->table, c->s.n_pairs, table);
     return table;
+}
+
+/* The angles of page b. */
+static struct attn_angles angles_of(const decode_case *c, int b) {
+    return (struct attn_angles){c->cosines + b * n_angles(&c->s), c->sines + b * n_angles(&c->s)};
 }
 
 /* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. Whether a page is told of the
@@ -185,6 +213,7 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
                       .row_sum = state + n, .acc = acc, .logits = logits};
     for (int r = 0; r < n; r++) rows.row_max[r] = -INFINITY;
     decode->rows = &rows, decode->k_side = &c->k_side, decode->v_side = &c->v_side, decode->bias_table = c->table;
+    decode->pairs = c->pairs + r0 * 2 * s->n_pairs, decode->tracked = c->tracked, decode->middle = c->middle;
     n_runs++;
     void *table = made_table(ops, c);
     decode->table = table;
@@ -197,18 +226,17 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
             for (int t = 0; t < TILE; t++)
                 if (visible(s, r0 + r, b * TILE + t)) masks[r] |= 1ull << t;
             valid |= masks[r];
-            memcpy(q + r * q_dim + d, c->turned + (b * s->n_rows + r0 + r) * 2 * s->n_pairs,
-                   sizeof(float) * 2 * (size_t)s->n_pairs);
         }
+        decode->here = angles_of(c, b);
         if (s->overlay >> b & 1)
             ops->overlay(decode, (uint16_t *)(void *)c->keys[b], (uint16_t *)(void *)c->values[b], valid, masks);
         else {
             bool told = b + 1 < c->n_pages && !(s->overlay >> (b + 1) & 1) && (n_runs + b) % 3;
             decode->next_keys = told ? c->keys[b + 1] : NULL;
-            decode->next_turned = told && n <= ops->ahead_rows && s->n_pairs <= 16 * ATTN_BIAS_CHUNKS && (n_runs + b) % 5;
-            if (decode->next_turned)
-                memcpy(decode->turned, c->turned + ((b + 1) * s->n_rows + r0) * 2 * s->n_pairs, sizeof(float) * (size_t)(n * 2 * s->n_pairs));
+            if (told) decode->next = angles_of(c, b + 1);
+            attn_ask_for(decode, c->keys[0], (size_t)c->k_side.bytes / 64 * 64, c->values[0], 64 * (size_t)(n_runs % 7));
             ops->page(decode, c->keys[b], c->values[b], valid, masks);
+            for (int k = 0; k < 2; k++) assert_ptr_equal(decode->ask[k].at, decode->ask[k].end);
         }
     }
     if (ops->end) ops->end(decode);
@@ -415,10 +443,8 @@ static void test_large_bias(void **state) {
         attn_rows rows = {.n_rows = ROWS, .head_dim = D, .q_dim = q_dim, .logit_scale = 0.125f, .q = q, .q_bias = bias,
                           .row_max = top, .row_sum = sum, .acc = acc, .logits = logits};
         decode->rows = &rows, decode->k_side = &c.k_side, decode->v_side = &c.v_side, decode->bias_table = c.table;
-        for (int r = 0; r < ROWS; r++) {
-            top[r] = -INFINITY, masks[r] = UINT64_MAX;
-            memcpy(q + r * q_dim + D, c.turned + r * 2 * PAIRS, sizeof(float) * 2 * PAIRS);
-        }
+        for (int r = 0; r < ROWS; r++) top[r] = -INFINITY, masks[r] = UINT64_MAX;
+        decode->pairs = c.pairs, decode->tracked = c.tracked, decode->middle = c.middle, decode->here = angles_of(&c, 0);
         if (ops[o]->open) ops[o]->open(decode);
         ops[o]->begin(decode);
         ops[o]->page(decode, c.keys[0], c.values[0], UINT64_MAX, masks);
@@ -426,7 +452,7 @@ static void test_large_bias(void **state) {
         for (int r = 0; r < ROWS; r++)
             for (int t = 0; t < TILE; t++) {
                 double want = 0;
-                for (int i = 0; i < 2 * PAIRS; i++) want += (double)c.turned[r * 2 * PAIRS + i] * c.table[i * TILE + t];
+                for (int p = 0; p < PAIRS; p++) want += pair_bias(&c, r, p, t);
                 if (fabs(want) > largest) largest = fabs(want);
                 if (logits[r * TILE + t] < 1e-30f) continue;
                 uint8_t codes[D];

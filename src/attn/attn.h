@@ -15,6 +15,8 @@
 #define ATTN_ROWS_MAX 128
 /* So few that what a page costs is reading it. */
 #define ATTN_FEW_ROWS 8
+/* Logits of decode kernels are powers of two. */
+#define LOG2_E 1.44269504f
 
 /* State of a block of rows. Arrays are 64-byte aligned. */
 typedef struct attn_rows {
@@ -77,31 +79,45 @@ typedef struct attn_ops {
 #define ATTN_KEY_CHUNKS ((OSCAR_MAX_HEAD_DIM + 63) / 64)
 #define ATTN_PAIRS_MAX (OSCAR_MAX_HEAD_DIM / 2)
 /* Floats of a table in halves of so many pairs. */
-#define ATTN_HALF_TABLE (2 * ATTN_PAIRS_MAX * (32 + 2))
+#define ATTN_HALF_TABLE (2 * ATTN_PAIRS_MAX * 32)
 /* Channels for whose pairs AVX2 keeps tables. */
 #define ATTN_TABLES_DIM 256
 
-/* AMX: 16 tracked pairs as B operands: tiles of 16 tokens, high and low, pair, token and cos/sin. */
-typedef uint16_t bias_chunk[4][2][16][32];
+/* What turns a vector to the angle that each pair of a bias table has at a page's middle: cosines and sines [n_pairs].
+ * bias_table: [2 n_pairs][64], as in attn_decode. */
+void attn_middle(const float *bias_table, int32_t n_pairs, float *cosines, float *sines);
+
+/* AMX: 16 tracked pairs as B operands: slots 32 to 47 and 48 to 63, high and low, pair, slot and cos/sin. */
+typedef uint16_t bias_chunk[2][2][16][32];
 
 typedef struct attn_decode {
     /* Set by the caller. */
-    attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe */
+    attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe. The kernels write the turned pairs of q */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys: 2 p, 2 p + 1 the coordinates of
                               * one vector, turned by the same angle from slot to slot */
     const void *table; /* what make_table() made of bias_table; NULL: it is made anew */
-    /* Of the page after the one in hand: its keys (NULL: none, or not known), and whether the tracked pairs, as
-     * rows->q will hold them, are in `turned` [n_rows, q_dim - head_dim]. */
-    const uint8_t *next_keys;
-    bool next_turned;
-    float turned[ATTN_DECODE_ROWS * 32 * ATTN_BIAS_CHUNKS];
+    /* What pages turn the tracked pairs of the queries by: their page's start, and attn_middle() of the table. */
+    const float *pairs;                /* [n_rows, 2, n_pairs] the pairs as the queries have them */
+    const int32_t *tracked;            /* [n_pairs] where an angle lies in the rows of a page */
+    const float *middle;               /* [2, n_pairs] cosines and sines */
+    struct attn_angles {
+        const float *cosines, *sines;
+    } here, next;                      /* of the page in hand; of the next one if next_keys are known */
+    const uint8_t *next_keys; /* of the page after the one in hand; NULL: none, or not known */
+    /* What pages to come will read: a page asks for it line by line while it works, for `ask_step` lines at a time, since a
+     * core has few lines on their way at once and waits with all others meanwhile. Bytes [at, end), multiples of 64. */
+    struct attn_ask {
+        const uint8_t *at, *end;
+    } ask[2];
+    int32_t ask_step;
     /* Set by begin. */
     float q_scale[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query of a group, times logit_scale / ln 2 */
     float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];   /* of that query over the group, scaled */
     _Alignas(64) int8_t q_bytes[ATTN_ROWS_MAX + ATTN_DECODE_ROWS][2][OSCAR_MAX_HEAD_DIM]; /* high, low */
     /* Of the page in hand. */
     int32_t first; /* row of the stripe in hand */
+    bool values_once; /* AMX: one stripe reads the values in hand */
     const uint8_t *spread_of; /* AMX: keys whose codes are in key_tiles */
     const uint8_t *scored_of; /* AMX: keys whose products, and those of their bias, are there already */
     float alpha[ATTN_DECODE_ROWS];    /* factor of all before */
@@ -120,11 +136,12 @@ typedef struct attn_decode {
         /* AVX2: queries as tables: [n_rows][head_dim / 2][low, high][16], attn_decode_tables.h. */
         _Alignas(64) uint8_t q_tables[ATTN_ROWS_MAX * ATTN_TABLES_DIM * 16];
     };
-    /* AMX: products of a stripe with keys: [rows from 0, from 8][16 tokens], 8 rows as high and low bytes, by token. */
-    _Alignas(64) int32_t key_products[2][4][16][16];
-    /* AMX: turned pairs as sums of two BF16 numbers, [high, low], and their products with the table, by token. */
-    _Alignas(64) uint16_t bias_operands[ATTN_BIAS_CHUNKS][2][ATTN_DECODE_ROWS][32];
-    _Alignas(64) float bias_products[4][ATTN_DECODE_ROWS][16];
+    /* AMX: products of a stripe with keys: [rows from 0, from 8][8 rows as high and low bytes][64 tokens]. */
+    _Alignas(64) int32_t key_products[2][16][4][16];
+    /* AMX: turned pairs as sums of two BF16 numbers, [row, after and before the middle][chunks in use][high, low][32], and
+     * their products with the table: slots 0 to 15, 16 to 31 from the middle. */
+    _Alignas(64) uint16_t bias_operands[2 * ATTN_DECODE_ROWS * ATTN_BIAS_CHUNKS * 2 * 32];
+    _Alignas(64) float bias_products[2 * ATTN_DECODE_ROWS][2][16];
     /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. AVX2: keys, two codes a byte. */
     _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
     /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
@@ -136,9 +153,16 @@ typedef struct attn_decode {
     _Alignas(64) float own_half_table[ATTN_HALF_TABLE];
 } attn_decode;
 
+/* Puts down what pages to come will read. */
+static inline void attn_ask_for(attn_decode *d, const uint8_t *keys, size_t key_bytes, const uint8_t *values, size_t value_bytes) {
+    enum { POINTS = 5 }; /* of a page, at which it asks */
+    d->ask[0] = (struct attn_ask){values, values + value_bytes};
+    d->ask[1] = (struct attn_ask){keys, keys + key_bytes};
+    d->ask_step = (int32_t)((key_bytes + value_bytes) / 64 + POINTS - 1) / POINTS;
+}
+
 typedef struct attn_decode_ops {
     const char *name;
-    int32_t ahead_rows; /* up to so many rows the next page's turned pairs are of use, if there is room for them */
     /* The bias table of a head in the form that its pages want: bytes of it, and the table, 64-byte aligned. NULL:
      * they take it as it is. */
     size_t (*table_bytes)(int32_t n_pairs);

@@ -57,10 +57,11 @@ INLINE void restore_tiles(attn_decode *d) {
 
 /* --- bias ----------------------------------------------------------------------------------- *
  * Query and table as the sum of two BF16 numbers each, which keeps 16 to 17 bits: at |b| = 1,000 the
- * error stays below 0.01.
+ * error stays below 0.01. About a page's middle (attn_decode_bias.h) slots as far before it as after it have the same
+ * cosines and the opposite sines, so that one half of the slots is all the table: queries have a row (x', y') for
+ * those after the middle and (x', -y') for those before it, whose order is reversed.
  */
 
-static int n_pairs(const attn_decode *d) { return (d->rows->q_dim - d->rows->head_dim) / 2; }
 static bool bias_in_tiles(const attn_decode *d) { return n_pairs(d) <= 16 * ATTN_BIAS_CHUNKS; }
 static int bias_chunks(int n_pairs) { return (n_pairs + 15) / 16; }
 
@@ -71,79 +72,107 @@ INLINE void split_bf16(vf x, vi *high, vi *low) {
     *low = vi_add(_mm512_castps_si512(vf_sub(x, _mm512_castsi512_ps(*high))), half);
 }
 
-/* The constant rows 2 p, 2 p + 1 side by side for every token, as a B operand has them. */
+/* Cosine and sine rows of a pair side by side for every slot after the middle, as a B operand has them. */
 static void make_bias_tiles(const float *table, int32_t n_pairs, void *to) {
     bias_chunk *tiles = to;
-    for (int p = 0; p < 16 * bias_chunks(n_pairs); p++)
-        for (int t = 0; t < 4; t++) {
-            vi high[2] = {vi_zero(), vi_zero()}, low[2] = {vi_zero(), vi_zero()};
-            for (int k = 0; k < 2 && p < n_pairs; k++)
-                split_bf16(vf_load(table + (2 * p + k) * TILE + 16 * t), &high[k], &low[k]);
-            uint16_t(*tile)[16][32] = tiles[p / 16][t];
+    for (int p = 0; p < 16 * bias_chunks(n_pairs); p++) {
+        float rows[2][HALF_TILE] = {{0}};
+        if (p < n_pairs) half_rows(table + 2 * p * TILE, rows[0], rows[1]);
+        for (int u = 0; u < 2; u++) {
+            vi high[2], low[2];
+            for (int k = 0; k < 2; k++) split_bf16(vf_load(rows[k] + 16 * u), &high[k], &low[k]);
+            uint16_t(*tile)[16][32] = tiles[p / 16][u];
             _mm512_store_si512(tile[0][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]));
             _mm512_store_si512(tile[1][p % 16], _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1]));
         }
+    }
 }
 
-/* The turned queries as A operands, bias_operands[chunk][high, low][row][pairs from 16 chunk on, cos and sin].
- * turned: [n_rows, stride]. */
-static void bias_queries(attn_decode *d, const float *turned, int64_t stride) {
+/* The operand of a row (2 r: slots after the middle, 2 r + 1: before), a chunk's pairs as cos and sin, high or low. */
+INLINE uint16_t *bias_operand(attn_decode *d, int chunks, int row, int chunk, int half) {
+    return d->bias_operands + ((row * chunks + chunk) * 2 + half) * 32;
+}
+
+/* Cosines and sines of a chunk's pairs for a page: from its start to its middle along the vectors there, times what makes
+ * products logits. */
+INLINE void chunk_angles(const attn_decode *d, const struct attn_angles *page, int chunk, __mmask16 pairs, vf *cosines, vf *sines) {
+    const int n = n_pairs(d), at = 16 * chunk;
+    const vi which = _mm512_maskz_loadu_epi32(pairs, d->tracked + at);
     const vf scale = vf_set1(power_scale(d->rows));
-    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                         19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    for (int chunk = 0; 16 * chunk < n_pairs(d); chunk++) {
-        const int n = 2 * n_pairs(d) - 32 * chunk;
-        const __mmask16 first = n >= 16 ? 0xffff : (__mmask16)((1 << n) - 1);
-        const __mmask16 second = n >= 32 ? 0xffff : n > 16 ? (__mmask16)((1 << (n - 16)) - 1) : 0;
+    const vf x = vf_mul(scale, _mm512_mask_i32gather_ps(vf_zero(), pairs, which, page->cosines, 4));
+    const vf y = vf_mul(scale, _mm512_mask_i32gather_ps(vf_zero(), pairs, which, page->sines, 4));
+    const vf c = _mm512_maskz_loadu_ps(pairs, d->middle + at), s = _mm512_maskz_loadu_ps(pairs, d->middle + n + at);
+    *cosines = vf_sub(vf_mul(x, c), vf_mul(y, s));
+    *sines = vf_fma(x, s, vf_mul(y, c));
+}
+
+/* The queries' pairs turned to a page, as A operands. */
+static void bias_queries(attn_decode *d, const struct attn_angles *page) {
+    const vi sign = vi_set1((int)0x80000000u); /* of the upper half of a lane, the sine's */
+    const int n = n_pairs(d), chunks = bias_chunks(n);
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        const int left = n - 16 * chunk;
+        const __mmask16 pairs = left >= 16 ? 0xffff : (__mmask16)((1 << left) - 1);
+        vf c, s;
+        chunk_angles(d, page, chunk, pairs, &c, &s);
         for (int r = 0; r < d->rows->n_rows; r++) {
-            const float *q = turned + r * stride + 32 * chunk;
+            const float *q = d->pairs + (int64_t)(d->first + r) * 2 * n + 16 * chunk;
+            const vf x = _mm512_maskz_loadu_ps(pairs, q), y = _mm512_maskz_loadu_ps(pairs, q + n);
             vi high[2], low[2];
-            split_bf16(vf_mul(_mm512_maskz_loadu_ps(first, q), scale), &high[0], &low[0]);
-            split_bf16(vf_mul(_mm512_maskz_loadu_ps(second, q + 16), scale), &high[1], &low[1]);
-            _mm512_store_si512(d->bias_operands[chunk][0][r], _mm512_permutex2var_epi16(high[0], odd, high[1]));
-            _mm512_store_si512(d->bias_operands[chunk][1][r], _mm512_permutex2var_epi16(low[0], odd, low[1]));
+            split_bf16(vf_fma(x, c, vf_mul(y, s)), &high[0], &low[0]);
+            split_bf16(vf_sub(vf_mul(y, c), vf_mul(x, s)), &high[1], &low[1]);
+            const vi halves[2] = {_mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]),
+                                  _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1])};
+            UNROLL for (int h = 0; h < 2; h++) {
+                _mm512_store_si512(bias_operand(d, chunks, 2 * r, chunk, h), halves[h]);
+                _mm512_store_si512(bias_operand(d, chunks, 2 * r + 1, chunk, h), _mm512_xor_si512(halves[h], sign));
+            }
         }
     }
 }
 
-/* Of the page in hand. */
-static void turned_queries(attn_decode *d) {
-    bias_queries(d, d->rows->q + d->rows->head_dim, d->rows->q_dim);
+/* low high + high high + high low of every step-th row from row `first` on; what is left out is 2^-16 of it or
+ * less. Tile 0: A; 2, 3: B; 4, 6: C. */
+INLINE void bias_tiles(attn_decode *d, int first, int step) {
+    const int chunks = bias_chunks(n_pairs(d));
+    const int64_t a_row = step * chunks * 128, c_row = step * 128;
+    _tile_zero(4);
+    _tile_zero(6);
+    for (int k = 0; k < chunks; k++) {
+        const uint16_t(*b)[2][16][32] = d->bias_tiles[k];
+        _tile_loadd(0, bias_operand(d, chunks, first, k, 1), a_row);
+        _tile_loadd(2, b[0][0], 64);
+        _tile_loadd(3, b[1][0], 64);
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_dpbf16ps(6, 0, 3);
+        _tile_loadd(0, bias_operand(d, chunks, first, k, 0), a_row);
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_dpbf16ps(6, 0, 3);
+        _tile_loadd(2, b[0][1], 64);
+        _tile_loadd(3, b[1][1], 64);
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_dpbf16ps(6, 0, 3);
+    }
+    _tile_stored(4, d->bias_products[first][0], c_row);
+    _tile_stored(6, d->bias_products[first][1], c_row);
 }
 
-/* high high + low high + high low, the queries in tiles `a_high` and `a_low`; what is left out is 2^-16 of it
- * or less. */
-#define TILE_BIAS(a_high, a_low, c)                                                                \
-    for (int t = 0; t < n_tiles; t++) {                                                            \
-        _tile_zero(c);                                                                             \
-        for (int k = 0; k < chunks; k++) {                                                         \
-            if (chunks > 1 || t == 0) {                                                            \
-                _tile_loadd(a_high, d->bias_operands[k][0], 64);                                   \
-                _tile_loadd(a_low, d->bias_operands[k][1], 64);                                    \
-            }                                                                                      \
-            _tile_loadd(2, d->bias_tiles[k][t][0], 64);                                            \
-            _tile_loadd(3, d->bias_tiles[k][t][1], 64);                                            \
-            _tile_dpbf16ps(c, a_high, 2);                                                          \
-            _tile_dpbf16ps(c, a_low, 2);                                                           \
-            _tile_dpbf16ps(c, a_high, 3);                                                          \
-        }                                                                                          \
-        _tile_stored(c, d->bias_products[t], 64);                                                  \
-    }
-
-/* bias_products: tokens [16 t, 16 t + 16) of every row in [t], t < n_tiles. Up to eight rows: the odd tiles have as many rows.
- * More: the even ones have sixteen. */
-static void tile_bias(attn_decode *d, int n_tiles) {
-    const int chunks = bias_chunks(n_pairs(d));
+/* bias_products. Up to eight rows of bytes: the even tiles have twice as many. More, and BF16 rows: as many. */
+static void tile_bias(attn_decode *d) {
     TILE_READS_MEMORY();
-    if (d->rows->n_rows <= 8) {
-        TILE_BIAS(1, 5, 7)
+    if (d->tiles == TILES_BYTES && d->rows->n_rows <= 8) {
+        bias_tiles(d, 0, 1);
     } else {
-        TILE_BIAS(0, 4, 6)
+        bias_tiles(d, 0, 2);
+        bias_tiles(d, 1, 2);
     }
     TILE_READS_MEMORY();
 }
 
 /* x + the products of vector t of row r. */
-INLINE vf add_bias(const attn_decode *d, int r, int t, vf x) { return vf_add(x, vf_load(d->bias_products[t][r])); }
+INLINE vf add_bias(const attn_decode *d, int r, int t, vf x) {
+    const int after = t - 2;
+    return vf_add(x, after >= 0 ? vf_load(d->bias_products[2 * r][after]) : vf_reverse(vf_load(d->bias_products[2 * r + 1][1 - t])));
+}
 
 #endif

@@ -196,10 +196,14 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
     if (in_tables(d->k_side)) spread_pairs(d, keys);
 #endif
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS) {
+        ask_some(d);
         dot_keys(d, keys, valid);
+        ask_some(d);
         if (d->rows->q_dim > d->rows->head_dim) bias_products(d);
+        ask_some(d);
         decode_values(d, values, valid, masks + first, NULL, stored_score, dot_values);
     }
+    ask_rest(d);
 }
 
 static void dot_begin(attn_decode *d) {

@@ -12,9 +12,9 @@
 
 #include "attn/attn_overlay_amx.h"
 
-/* Products of 8 rows, high and low bytes, with the 16 columns of each of four B tiles. What eight rows need lies
- * close together: a page's operands and products fill most of the nearest cache. */
-typedef int32_t tile_products[4][16][16];
+/* Products of 8 rows, high and low bytes, with the 16 columns of each of four B tiles. What few rows need lies
+ * close together: a page's operands and products fill most of the nearest cache, and all parts of it alike. */
+typedef int32_t tile_products[16][4][16];
 
 /* Groups of the sides are chunks of 64 channels, the last one filled up; where groups would share a
  * chunk, the dot products do it. */
@@ -81,12 +81,12 @@ INLINE void multiply_keys(int n_rows, int n_chunks, const uint8_t *codes, int b,
         _tile_loadd(3, codes + 1024, 64);
         _tile_dpbsud(6, 4, 3);
     }
-    _tile_stored(6, out[0][b], 64);
+    _tile_stored(6, out[0][0][b], sizeof out[0][0]);
     if (n_rows <= 8) return;
     _tile_zero(7);
     _tile_dpbsud(7, 1, 2);
     if (n_chunks == 2) _tile_dpbsud(7, 5, 3);
-    _tile_stored(7, out[1][b], 64);
+    _tile_stored(7, out[1][0][b], sizeof out[1][0]);
 }
 
 /* Tiles 0 and 1, weights without sign, times codes [16][64]. */
@@ -95,16 +95,16 @@ INLINE void multiply_values(int n_rows, const uint8_t *codes, int b, tile_produc
     _tile_zero(6);
     _tile_loadd(2, codes, 64);
     _tile_dpbuud(6, 0, 2);
-    _tile_stored(6, out[0][b], 64);
+    _tile_stored(6, out[0][0][b], sizeof out[0][0]);
     if (n_rows <= 8) return;
     _tile_zero(7);
     _tile_dpbuud(7, 1, 2);
-    _tile_stored(7, out[1][b], 64);
+    _tile_stored(7, out[1][0][b], sizeof out[1][0]);
 }
 
 INLINE vf total_of(const tile_products *p, int r, int b) {
-    const int32_t(*at)[16] = p[r / 8][b] + 2 * (r % 8);
-    vi high = _mm512_load_si512(at[0]), low = _mm512_load_si512(at[1]);
+    const int32_t(*at)[4][16] = p[r / 8] + 2 * (r % 8);
+    vi high = _mm512_load_si512(at[0][b]), low = _mm512_load_si512(at[1][b]);
     return vf_from_int(vi_add(vi_shl(high, 8), low));
 }
 
@@ -122,13 +122,16 @@ static void spread_keys(attn_decode *d, const uint8_t *keys) {
         }
 }
 
-static void spread_values(attn_decode *d, const uint8_t *values) {
-    const page_side *side = d->v_side;
-    for (int vec = 0; vec < side->head_dim / 16; vec++) {
-        code_plane plane = value_plane(side, values, vec);
-        spread(side->bits, &plane, 0, 4, true, d->value_tiles + 1024 * vec);
+/* Vectors [from, to) of the values to `tiles` on. */
+static void spread_values(const attn_decode *d, const uint8_t *values, int from, int to, uint8_t *tiles) {
+    for (int vec = from; vec < to; vec++, tiles += 1024) {
+        code_plane plane = value_plane(d->v_side, values, vec);
+        spread(d->v_side->bits, &plane, 0, 4, true, tiles);
     }
 }
+
+/* Vectors whose tiles are there at a time: where one stripe reads them, so few that they stay in the nearest cache. */
+static int value_vecs(const attn_decode *d) { return d->values_once && d->v_side->head_dim > 64 ? 4 : d->v_side->head_dim / 16; }
 
 /* Products of the stripe in hand with group g of the keys that are spread. */
 static void multiply_group(attn_decode *d, int g) {
@@ -181,30 +184,30 @@ static void stripe_logits(attn_decode *d, const uint8_t *keys, uint64_t valid) {
     d->scored_of = NULL;
 }
 
-/* Products of the next page, so that the softmax of that one starts with them there. Products of all kinds are
- * taken at one place of a page: for some 190 clocks after one the processor does floating point on 512 bits at
- * half its speed. */
-static void multiply_next(attn_decode *d) {
-    spread_keys(d, d->next_keys);
-    multiply_group(d, 0);
-    d->scored_of = d->next_keys;
-}
-
+/* Values of group g; behind them products of the next page, so that the softmax of that one starts with them there. Products
+ * of all kinds are taken at one place of a page: for some 190 clocks after one the processor does floating point on 512
+ * bits at half its speed. The next page's codes are spread before this one's products, or those would wait for them. */
 static void tile_values(attn_decode *d, const uint8_t *page, int g) {
-    (void)page; /* spread already */
     const page_side *side = d->v_side;
     const int n = d->rows->n_rows, first = g * side->group / 16, end = first + side->group / 16;
     const int64_t dim = side->head_dim;
     const bool ahead = d->next_keys && g + 1 == side->n_groups;
     _Alignas(64) tile_products products[2];
-    if (ahead) multiply_next(d);
+    if (ahead) spread_keys(d, d->next_keys);
+    ask_some(d);
     TILE_READS_MEMORY();
     _tile_loadd(0, d->p_bytes[0][0], TILE);
     if (n > 8) _tile_loadd(1, d->p_bytes[8][0], TILE);
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
-        for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block + b), b, products);
-        if (ahead && block + count == end && n_pairs(d) > 0) tile_bias(d, 4);
+        for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block % value_vecs(d) + b), b, products);
+        if (value_vecs(d) == 4 && block + 4 < end) spread_values(d, page, block + 4, block + 8 < end ? block + 8 : end, d->value_tiles);
+        ask_some(d);
+        if (ahead && block + count == end) {
+            multiply_group(d, 0);
+            d->scored_of = d->next_keys;
+            if (n_pairs(d) > 0) tile_bias(d);
+        }
         TILE_READS_MEMORY();
         for (int r = 0; r < n; r++) {
             const vf alpha = vf_set1(d->alpha[r]), offset = vf_set1(d->p_offset[r]), scale = vf_set1(d->p_scale[r]);
@@ -226,12 +229,13 @@ static void tile_stripe(attn_decode *d, const uint8_t *keys, const uint8_t *valu
         return;
     }
     if (d->scored_of != keys) {
-        if (pairs) turned_queries(d);
+        if (pairs) bias_queries(d, &d->here);
         multiply_group(d, 0);
-        if (pairs) tile_bias(d, 4);
+        if (pairs) tile_bias(d);
     }
     d->scored_of = NULL;
-    if (d->next_keys && pairs) bias_queries(d, d->turned, 2 * n_pairs(d));
+    ask_some(d);
+    if (d->next_keys && pairs) bias_queries(d, &d->next);
     take_steps(d, keys, valid, 0, &scores);
     if (pairs)
         decode_values(d, values, valid, masks, &scores, page_score_bias, tile_values);
@@ -248,15 +252,16 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
     /* Stripes with fewer rows than the tiles multiply what lies behind them too; nobody reads it. */
     use_tiles(d, TILES_BYTES, n < 16 ? n : 16, n > 32 ? 16 : n > 16 ? n - 16 : n / 2);
     /* Stripes to come need the tiles; several groups share key_products. */
-    if (d->rows->n_rows > ATTN_DECODE_ROWS || d->k_side->n_groups > 1 || !bias_in_tiles(d) || (n_pairs(d) > 0 && !d->next_turned))
-        d->next_keys = NULL;
+    if (d->rows->n_rows > ATTN_DECODE_ROWS || d->k_side->n_groups > 1 || !bias_in_tiles(d)) d->next_keys = NULL;
     spread_keys(d, keys);
-    spread_values(d, values);
+    d->values_once = d->rows->n_rows <= ATTN_DECODE_ROWS && d->v_side->n_groups == 1;
+    spread_values(d, values, 0, value_vecs(d), d->value_tiles);
     stripe s = {.all = d->rows};
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS)
         tile_stripe(d, keys, values, valid, masks + first);
+    ask_rest(d);
 }
 
 const attn_decode_ops attn_decode_int2_amx = {
-    .name = "amx", .ahead_rows = ATTN_DECODE_ROWS, .table_bytes = tile_table_bytes, .make_table = make_bias_tiles, .open = tile_open, .begin = tile_begin, .page = tile_page,
+    .name = "amx", .table_bytes = tile_table_bytes, .make_table = make_bias_tiles, .open = tile_open, .begin = tile_begin, .page = tile_page,
     .begin_overlay = overlay_begin, .overlay = overlay_page, .end = restore_tiles};

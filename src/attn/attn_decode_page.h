@@ -21,7 +21,6 @@
 #define WEIGHTS_MAX BYTES_MAX
 #define split_weights vi_split_tile
 #endif
-#define LOG2_E 1.44269504f
 #define LN_2 0.693147181f
 #define GROWTH_MAX 8.0f
 #include "attn/attn_decode_bias.h"
@@ -301,6 +300,17 @@ INLINE vf stored_score(const attn_decode *d, const void *scores, int r, int v, v
     return vf_add(vf_load(d->rows->logits + (int64_t)r * TILE + v * LANES), offset);
 }
 
+/* Asks for the next lines that pages to come will read, into the second cache: the nearest takes sixteen lines at a time. */
+INLINE void ask_lines(attn_decode *d, int32_t n) {
+    for (int k = 0; k < 2; k++)
+        for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 2);
+}
+
+INLINE void ask_some(attn_decode *d) { ask_lines(d, d->ask_step); }
+
+/* All that are left, at a page's end. */
+static void ask_rest(attn_decode *d) { ask_lines(d, INT32_MAX); }
+
 /* Softmax and values of a stripe. values: acc = alpha acc + weights times values of group g. */
 INLINE void decode_values(attn_decode *d, const uint8_t *values, uint64_t valid, const uint64_t *masks, const void *scores,
                           vf (*score)(const attn_decode *d, const void *scores, int r, int v, vf offset),
@@ -309,6 +319,7 @@ INLINE void decode_values(attn_decode *d, const uint8_t *values, uint64_t valid,
     float tops[ATTN_DECODE_ROWS];
     if (d->v_side->n_groups == 1) {
         softmax_rows(d, masks, true, params, valid, tops, scores, score);
+        ask_some(d);
         weight_bytes(d, tops, d->rows->logits);
         value_products(d, values, 0);
         return;

@@ -162,17 +162,20 @@ static void stripe_values(const attn_decode *d, int n_chunks) {
 
 static void overlay_stripe(attn_decode *d, int n_tiles, const uint64_t *masks) {
     stripe_products scores;
+    ask_some(d);
     stripe_keys(d, n_tiles, &scores);
+    ask_some(d);
     if (d->rows->q_dim == d->rows->head_dim) {
         softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score);
     } else if (bias_in_tiles(d)) {
-        turned_queries(d);
-        tile_bias(d, n_tiles);
+        bias_queries(d, &d->here);
+        tile_bias(d);
         softmax_rows(d, masks, false, NULL, 0, NULL, &scores, overlay_score_bias);
     } else {
         stripe_many_pairs(d, &scores);
         softmax_rows(d, masks, false, NULL, 0, NULL, NULL, stored_score);
     }
+    ask_some(d);
     stripe_values(d, (n_tiles + 1) / 2);
 }
 
@@ -185,6 +188,7 @@ static void overlay_page(attn_decode *d, const uint16_t *keys, const uint16_t *v
     stripe s = {.all = d->rows};
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS)
         overlay_stripe(d, valid_tiles(valid), masks + first);
+    ask_rest(d);
 }
 
 #endif

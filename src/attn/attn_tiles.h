@@ -17,6 +17,7 @@
 #define OSCAR_ATTN_TILES_H
 
 #include "attn/attn_softmax.h"
+#include "attn/attn_turn.h"
 
 #include <assert.h>
 
@@ -379,20 +380,7 @@ static void rotate(int32_t head_dim, const float *u, int32_t n_rows, const float
 
 static void turn(attn_rows *rows, int32_t n_pairs, const float *pairs, const float *cosines,
                  const float *sines) {
-    for (int r = 0; r < rows->n_rows; r++, pairs += 2 * n_pairs) {
-        float *out = rows->q + (int64_t)r * rows->q_dim + rows->head_dim;
-        int32_t p = 0;
-        for (; p + LANES <= n_pairs; p += LANES) {
-            vf x = vf_load(pairs + p), y = vf_load(pairs + n_pairs + p);
-            vf c = vf_load(cosines + p), s = vf_load(sines + p);
-            vf_store_pairs(out + 2 * p, vf_fma(x, c, vf_mul(y, s)), vf_sub(vf_mul(y, c), vf_mul(x, s)));
-        }
-        for (; p < n_pairs; p++) {
-            float x = pairs[p], y = pairs[n_pairs + p];
-            out[2 * p] = x * cosines[p] + y * sines[p];
-            out[2 * p + 1] = y * cosines[p] - x * sines[p];
-        }
-    }
+    turn_pairs(rows->n_rows, n_pairs, pairs, cosines, sines, rows->q + rows->head_dim, rows->q_dim);
 }
 
 const attn_ops ATTN_TABLE = {

@@ -131,37 +131,33 @@ static void gather_pairs(const oscar_cache *cache, const step_block *block, int3
     }
 }
 
-/* The tracked pairs of every query turned back by the start of page b. */
-static void turn_queries(const oscar_cache *cache, int32_t head, int32_t b, attn_rows *rows, thread_scratch *scratch) {
+/* Whether pages that these rows see go through a decode kernel: history always, BF16 rows where it takes them. */
+static bool decodes(const thread_scratch *scratch, bool history) {
+    return scratch->decode_ops && (history || scratch->decode_ops->overlay);
+}
+
+/* Cosines and sines of the start of page b, [rope->n_pairs]. */
+static struct attn_angles page_angles(const oscar_cache *cache, int32_t b) {
+    const rope_table *rope = &cache->ropes[cache->layers[cache->step.layer].rope];
+    const size_t at = (size_t)b * (size_t)rope->n_pairs;
+    return (struct attn_angles){rope->page_cos + at, rope->page_sin + at};
+}
+
+/* The tracked pairs of every query turned back by the start of page b: decode kernels do that themselves. */
+static void turn_queries(const oscar_cache *cache, int32_t head, int32_t b, bool history, attn_rows *rows, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
-    const rope_table *rope = &cache->ropes[layer->rope];
-    const float *cosines = rope->page_cos + (size_t)b * (size_t)rope->n_pairs;
-    const float *sines = rope->page_sin + (size_t)b * (size_t)rope->n_pairs;
+    if (layer->n_tracked == 0) return;
+    const struct attn_angles angles = page_angles(cache, b);
+    if (decodes(scratch, history)) {
+        scratch->decode->here = angles;
+        return;
+    }
     const int32_t *tracked = layer->fit->tracked + head * layer->n_tracked;
     for (int32_t p = 0; p < layer->n_tracked; p++) {
-        scratch->cosines[p] = cosines[tracked[p]];
-        scratch->sines[p] = sines[tracked[p]];
+        scratch->cosines[p] = angles.cosines[tracked[p]];
+        scratch->sines[p] = angles.sines[tracked[p]];
     }
     attn_ops_current()->turn(rows, layer->n_tracked, scratch->pairs, scratch->cosines, scratch->sines);
-}
-
-/* The same of a page to come, for a decode kernel that goes ahead. */
-static bool turn_ahead(const oscar_cache *cache, int32_t head, int32_t b, const attn_rows *rows, thread_scratch *scratch) {
-    const int32_t n_turned = rows->q_dim - rows->head_dim;
-    if (!scratch->decode_ops || rows->n_rows > scratch->decode_ops->ahead_rows || n_turned > 32 * ATTN_BIAS_CHUNKS) return false;
-    attn_rows turned = *rows;
-    turned.q = scratch->decode->turned;
-    turned.head_dim = 0;
-    turned.q_dim = n_turned;
-    turn_queries(cache, head, b, &turned, scratch);
-    return true;
-}
-
-/* What turn_ahead() made, once its page is in hand. */
-static void take_turned(attn_rows *rows, const thread_scratch *scratch) {
-    const int32_t n_turned = rows->q_dim - rows->head_dim;
-    for (int32_t r = 0; r < rows->n_rows; r++)
-        memcpy(rows->q + (int64_t)r * rows->q_dim + rows->head_dim, scratch->decode->turned + r * n_turned, sizeof(float) * (size_t)n_turned);
 }
 
 /* Float pages: whole ones in place, the written part of the last one copied. */
@@ -204,6 +200,9 @@ static void begin_pages(const oscar_cache *cache, const step_block *block, int32
     scratch->decode->k_side = &layer->k_side;
     scratch->decode->v_side = &layer->v_side;
     scratch->decode->bias_table = bias;
+    scratch->decode->pairs = scratch->pairs;
+    scratch->decode->middle = layer->middle + (size_t)head * 2 * (size_t)layer->n_tracked;
+    scratch->decode->tracked = layer->n_tracked ? layer->fit->tracked + head * layer->n_tracked : NULL;
     scratch->decode_ops = cache_is_exact(cache) ? NULL : attn_decode_current();
     scratch->decode->table = layer->decode_table && layer->decode == scratch->decode_ops
                                  ? layer->decode_table + (size_t)head * layer->decode_table_bytes
@@ -240,6 +239,18 @@ static void prefetch_history(const oscar_cache *cache, const step_block *block, 
     const uint8_t *base =
         layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
     for (size_t i = from; i < to; i += 64) __builtin_prefetch(base + i, 0, 2);
+}
+
+/* Of a head's history, the values of the next page and the keys of the one after it (-1: none), for a kernel to ask for. */
+static void ask_ahead(const oscar_cache *cache, const step_block *block, int32_t head, int32_t next, int32_t after,
+                      thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const int32_t *pages = cache->seqs[block->seq].history;
+    const size_t keys = layer->history_value_offset;
+    const uint8_t *next_head = next >= 0 ? layer_history(layer, pool_page(&cache->history, pages[next]), head) : NULL;
+    const uint8_t *after_head = after >= 0 ? layer_history(layer, pool_page(&cache->history, pages[after]), head) : NULL;
+    attn_ask_for(scratch->decode, after_head, after_head ? keys : 0, next_head ? next_head + keys : NULL,
+                 next_head ? layer->history_head_bytes - keys : 0);
 }
 
 /* next: the page whose history follows, or -1. */
@@ -282,6 +293,20 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
     ops->tile(rows, scratch->keys, scratch->values, masks);
 }
 
+/* The BF16 rows of page b (-1: none), if there are any. */
+static void ask_overlay(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, thread_scratch *scratch) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const int32_t at = b >= 0 ? cache->seqs[block->seq].overlay[b] : NO_PAGE;
+    if (at == NO_PAGE) {
+        attn_ask_for(scratch->decode, NULL, 0, NULL, 0);
+        return;
+    }
+    const size_t bytes = sizeof(uint16_t) * OSCAR_PAGE_TOKENS * (size_t)layer->shape.head_dim;
+    uint8_t *page = pool_page(&cache->overlay, at);
+    attn_ask_for(scratch->decode, (const uint8_t *)layer_overlay_keys(layer, page, head), bytes,
+                 (const uint8_t *)layer_overlay_values(layer, page, head), bytes);
+}
+
 /* What the queries of a block see of page b; whether it is anything. */
 static bool page_masks(const oscar_cache *cache, const step_block *block, int32_t b, thread_scratch *scratch, uint64_t *any_far,
                        uint64_t *any_near) {
@@ -313,41 +338,46 @@ bool step_sees_history(const oscar_cache *cache) {
     return false;
 }
 
+/* Of pages [begin, end) those from here on have no history to see. */
+static int32_t history_end(const oscar_cache *cache, const step_block *block, int32_t begin, int32_t end) {
+    const step_state *s = &cache->step;
+    int64_t seen = (int64_t)s->in.positions[s->queries[block->first + block->count - 1]] - cache->options.recent;
+    return seen < 0 ? begin : seen / OSCAR_PAGE_TOKENS + 1 < end ? (int32_t)(seen / OSCAR_PAGE_TOKENS + 1) : end;
+}
+
+/* Asks for a head's history in the first page of [begin, end), and for the keys of the second: what kernels do not ask for
+ * themselves. */
+static void prefetch_first(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end) {
+    if (cache_is_exact(cache) || !attn_decode_current()) return;
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    const int32_t far_end = history_end(cache, block, begin, end);
+    for (int32_t b = begin; b < far_end && b < begin + 2; b++)
+        prefetch_history(cache, block, head, b, 0, b == begin ? layer->history_head_bytes : layer->history_value_offset);
+}
+
 static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
                          item_rows *item, thread_scratch *scratch) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     attn_rows *history = &item->of[HISTORY], *near_rows = &item->of[NEAR];
-    int32_t turned = -1; /* the page whose turned queries are there already */
-    int64_t last = s->in.positions[s->queries[block->first + block->count - 1]], seen = last - cache->options.recent;
-    /* Pages from here on have no history to see. */
-    int32_t far_end = seen < 0 ? begin : seen / OSCAR_PAGE_TOKENS + 1 < end ? (int32_t)(seen / OSCAR_PAGE_TOKENS + 1) : end;
-    size_t values = layer->history_value_offset;
-    for (int32_t b = begin; scratch->decode_ops && b < far_end && b < begin + 2; b++)
-        prefetch_history(cache, block, head, b, 0, b == begin ? layer->history_head_bytes : values);
+    const int32_t far_end = history_end(cache, block, begin, end);
     for (int32_t b = begin; b < end; b++) {
         uint64_t far, near;
         if (!page_masks(cache, block, b, scratch, &far, &near)) continue;
         /* The next page, if it has history to see. Its keys are read with this page's values (AMX), so keys are asked for
          * two pages ahead. */
         int32_t next = b + 1 < far_end ? b + 1 : -1;
-        if (scratch->decode_ops && b + 2 < far_end) prefetch_history(cache, block, head, b + 2, 0, values);
-        if (scratch->decode_ops && next >= 0) prefetch_history(cache, block, head, next, values, layer->history_head_bytes);
         if (far) {
+            if (scratch->decode_ops) ask_ahead(cache, block, head, next, b + 2 < far_end ? b + 2 : -1, scratch);
             take_rows(cache, block, head, item, HISTORY, scratch);
-            if (layer->n_tracked) {
-                if (turned == b)
-                    take_turned(history, scratch);
-                else
-                    turn_queries(cache, head, b, history, scratch);
-                scratch->decode->next_turned = next >= 0 && turn_ahead(cache, head, next, history, scratch);
-                turned = scratch->decode->next_turned ? next : -1;
-            }
+            turn_queries(cache, head, b, true, history, scratch);
+            if (layer->n_tracked && next >= 0) scratch->decode->next = page_angles(cache, next);
             history_tile(cache, block, head, b, next, far, history, scratch->far, scratch);
         }
         if (near) {
             take_rows(cache, block, head, item, NEAR, scratch);
-            if (layer->n_tracked) turn_queries(cache, head, b, near_rows, scratch);
+            turn_queries(cache, head, b, false, near_rows, scratch);
+            if (decodes(scratch, false)) ask_overlay(cache, block, head, b + 1 < end ? b + 1 : -1, scratch);
             overlay_tile(cache, block, head, b, near, near_rows, scratch->near, scratch);
         }
     }
@@ -460,13 +490,16 @@ static void attend_item(oscar_cache *cache, const step_block *block, int32_t hea
                         thread_scratch *scratch) {
     item_rows item = make_rows(cache, block, scratch), total = item;
     place_rows(&total, ATTN_ROWS_MAX, scratch->total);
-    begin_pages(cache, block, head, &item, scratch);
     int32_t last = block->shared ? piece + 1 : block->n_pieces;
     if (block->n_pieces > 1 && !block->shared) clear_rows(&total);
+    bool begun = false;
     for (; piece < last; piece++) {
         int32_t begin = piece_start(block->first_piece + piece), end = piece_start(block->first_piece + piece + 1);
         if (begin < block->page_begin) begin = block->page_begin;
         if (end > block->page_end) end = block->page_end;
+        prefetch_first(cache, block, head, begin, end);
+        if (!begun) begin_pages(cache, block, head, &item, scratch);
+        begun = true;
         if (block->shared) {
             attend_piece(cache, block, head, piece, begin, end, &item, scratch);
             break;

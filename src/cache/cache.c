@@ -150,6 +150,7 @@ static void arrange_tables(cache_layer *layer, arena *a) {
     size_t heads = (size_t)layer->shape.n_kv_heads, d = (size_t)layer->shape.head_dim, n = (size_t)layer->n_tracked;
     if (layer->v_codec[0].rotation) layer->v_back = arena_take(a, heads * d * d, sizeof(float));
     if (n) layer->bias_table = arena_take(a, heads * 2 * n * OSCAR_PAGE_TOKENS, sizeof(float));
+    if (n) layer->middle = arena_take(a, heads * 2 * n, sizeof(float));
     layer->decode = attn_decode_current();
     if (n == 0 || !layer->decode || !layer->decode->table_bytes) return;
     layer->decode_table_bytes = ALIGN64(layer->decode->table_bytes(layer->n_tracked));
@@ -174,9 +175,12 @@ static void layer_bias_table(const oscar_cache *cache, cache_layer *layer) {
                 row[OSCAR_PAGE_TOKENS + i] = (float)(magnitude * (x * s + y * c));
             }
         }
-    for (int32_t h = 0; h < heads && layer->decode_table; h++)
-        layer->decode->make_table(layer->bias_table + (size_t)h * 2 * (size_t)n * OSCAR_PAGE_TOKENS, n,
-                                  layer->decode_table + (size_t)h * layer->decode_table_bytes);
+    for (int32_t h = 0; h < heads; h++) {
+        const float *table = layer->bias_table + (size_t)h * 2 * (size_t)n * OSCAR_PAGE_TOKENS;
+        float *middle = layer->middle + (size_t)h * 2 * (size_t)n;
+        attn_middle(table, n, middle, middle + n);
+        if (layer->decode_table) layer->decode->make_table(table, n, layer->decode_table + (size_t)h * layer->decode_table_bytes);
+    }
 }
 
 static const float *at_head(const float *array, int32_t head, size_t floats) {

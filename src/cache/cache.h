@@ -113,6 +113,7 @@ typedef struct cache_layer {
     float *k_ones, *v_ones;        /* [n_kv_heads][n_groups][d + 1]: what row_codec_prepare() computes */
     float *v_back;                 /* [n_kv_heads, d, d] transposed value rotations; NULL: none */
     float *bias_table;             /* [n_kv_heads][2 n_tracked][64]: magnitude * R_i nu */
+    float *middle;                 /* [n_kv_heads][2][n_tracked]: attn_middle() of it, for decode kernels */
     const attn_decode_ops *decode; /* whose form of it decode_table is: those of the cache's making */
     uint8_t *decode_table;         /* [n_kv_heads][decode_table_bytes]; NULL: there is none */
     size_t decode_table_bytes;     /* of a head, a multiple of 64 */
