@@ -12,12 +12,12 @@ done
 for d in 64 256; do
     for b in 1 32; do
         for t in 32768 131072; do
-            [ $b = 32 ] && [ $t = 131072 ] && [ $d = 256 ] && t=98304
             run d=$d b=$b t=$t
         done
     done
 done
 for t in 2048 8192 32768 131072 524288 1048576; do run t=$t; done
+for t in 32768 131072 524288 1048576; do run b=32 t=$t; done
 for tokens in 2 4 8; do run tokens=$tokens; done
 for bits in 3 4; do run b=32 t=32768 bits_k=$bits; done
 run b=32 t=32768

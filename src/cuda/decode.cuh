@@ -422,7 +422,8 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
-    const int pads = C::FOUR_ROWS ? ctl.pads : 0, before = pads * ctl.place.part; /* in segments before */
+    const int pads = C::FOUR_ROWS && p.n_seqs == 1 ? pads_of(p, end - base, ctl.items.units()) : 0;
+    const int before = pads * ctl.place.part; /* in segments before */
     __syncthreads(); /* the segment's data is done with */
     store_warp<C>(rows, area, warp, lane);
     __syncthreads();
@@ -465,7 +466,6 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     const Target real = target_of<C>(p, share.place);
     const Items items = items_of(p, share.place.length);
     if (threadIdx.x == 0) ctl = {share.start, share.end, share.total, share.place, items, 0};
-    if (C::FOUR_ROWS && threadIdx.x == 0) ctl.pads = share.pads;
     feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
     feeder.issued = C::STAGES;
     feeder.later = 0;

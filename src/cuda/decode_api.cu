@@ -5,7 +5,7 @@
 
 #define LOG2_E 1.4426950408889634
 
-static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_tokens, bool capped, DecodePlan *plan) {
+static bool plan_decode(const oscar_cuda_layer *layer, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
     const DecodeNeeds needs = {rows, layer->bulk, layer->wgmma, capped, layer->bits_k > 2 || layer->bits_v > 2, layer->bias_steps};
     bool ok = false;
@@ -15,13 +15,23 @@ static bool plan_decode(const oscar_cuda_layer *layer, int n_seqs, int n_q_token
     case 256: ok = (needs.high ? decode_plan_high_d256 : decode_plan_d256)(plan, &needs); break;
     }
     if (!ok || plan->shared_bytes > (size_t)layer->shared_max) return false;
-    /* One CTA a multiprocessor; a whole number a segment when that leaves few idle, so that no CTA
-     * has to merge twice. */
-    const int segments = n_seqs * layer->n_kv_heads * plan->row_tiles;
-    const int most = layer->n_multiprocessors < DECODE_MAX_CTAS ? layer->n_multiprocessors : DECODE_MAX_CTAS;
-    const int even = segments <= most ? most / segments * segments : most;
-    plan->n_ctas = even * 10 >= most * 9 ? even : most;
     return true;
+}
+
+/* Pages of a sequence (32K tokens) up to which whole segments a CTA cost no time at any head_dim. */
+#define SHORT_PAGES 512
+
+/* One CTA a multiprocessor, or so many that no CTA has to merge once more, where that leaves few idle: a whole number a
+ * segment or, where few multiprocessors read as fast as all and merging counts, of segments a CTA (of equal lengths). */
+static int n_ctas_of(const oscar_cuda_layer *layer, const oscar_cuda_decode_args *a, const DecodePlan *plan) {
+    const int segments = a->n_seqs * layer->n_kv_heads * plan->row_tiles;
+    const int most = layer->n_multiprocessors < DECODE_MAX_CTAS ? layer->n_multiprocessors : DECODE_MAX_CTAS;
+    const int least = (most * 9 + 9) / 10, even = most / segments * segments;
+    if (segments <= most) return even >= least ? even : most;
+    if (plan->tile_rows <= 8 && (layer->head_dim == 64 || a->table_stride <= SHORT_PAGES))
+        for (int n = most; n >= least; n--)
+            if (segments % n == 0) return n;
+    return most;
 }
 
 /* The workspace: sums, then partials, then counters, which must be zero between launches: so their
@@ -33,7 +43,7 @@ size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs,
     size_t most = 0;
     for (int tokens = 1; tokens <= n_q_tokens; tokens++) {
         DecodePlan plan;
-        if (!plan_decode(layer, n_seqs, tokens, false, &plan)) continue;
+        if (!plan_decode(layer, tokens, false, &plan)) continue;
         const size_t n_segments = (size_t)n_seqs * layer->n_kv_heads * plan.row_tiles;
         const size_t bytes = SUMS_BYTES + PARTIALS_BYTES + n_segments * sizeof(uint32_t);
         if (bytes > most) most = bytes;
@@ -125,13 +135,14 @@ oscar_status oscar_cuda_decode(const oscar_cuda_layer *layer, const oscar_cuda_d
                               "n_seqs is %d and n_q_tokens %d, expected at least 1 and 1..%d", a->n_seqs,
                               a->n_q_tokens, OSCAR_CUDA_MAX_Q_TOKENS);
     DecodePlan plan;
-    if (!plan_decode(layer, a->n_seqs, a->n_q_tokens, a->logit_softcap > 0, &plan))
+    if (!plan_decode(layer, a->n_q_tokens, a->logit_softcap > 0, &plan))
         return cuda_error_set(error, OSCAR_ERROR_UNSUPPORTED,
                               "no kernel for head_dim %d with %d tracked pairs in %d bytes of shared memory",
                               layer->head_dim, 8 * layer->bias_steps, layer->shared_max);
     const oscar_status status = check_args(layer, a, error);
     if (status != OSCAR_OK) return status;
     if (!a->workspace) return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "workspace is NULL");
+    plan.n_ctas = n_ctas_of(layer, a, &plan);
     const double items = (double)a->n_seqs * layer->n_kv_heads * plan.row_tiles *
                          (a->table_stride + 2 * (oscar_cuda_overlay_rows(layer) / 8 + 2)); /* pads, see decode_work.cuh */
     if (items * plan.n_ctas >= 4294967296.0)

@@ -344,8 +344,8 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
 
 /* --- a unit of 8 BF16 tokens ------------------------------------------------------------------- */
 
-/* Four rows: queries of units, in s.query, once it is not needed any more, as B operands [D / 32, 32, 4 words], high bf16 halves in
- * even columns and low ones in odd. */
+/* Four rows: queries of units as B operands [D / 32, 32, 4 words], high bf16 halves in even columns and low ones in odd, in
+ * s.query, once that is not needed any more. */
 template <class C> DEVICE void split_query(const SegmentData<C> &s) {
     constexpr int PAIRS = C::ROWS * C::D / 2, EACH = (PAIRS + C::THREADS - 1) / C::THREADS;
     uint32_t high[EACH], low[EACH];

@@ -89,7 +89,6 @@ DEVICE uint32_t working_ctas(uint32_t total) { return min(gridDim.x, total); }
 struct Share {
     uint32_t total; /* pads included */
     int start, end;
-    int pads; /* of a segment */
     Place place;
 };
 
@@ -101,19 +100,18 @@ template <bool PADS> DEVICE Share share_of(const DecodeParams &p, int lane, int 
         s.place.length = __shfl_sync(FULL_WARP, length, 0);
         const Items items = items_of(p, s.place.length);
         const uint32_t n = items.count();
-        s.pads = PADS ? pads_of(p, n, items.units()) : 0;
-        s.total = (n + s.pads) * parts;
+        const int pads = PADS ? pads_of(p, n, items.units()) : 0;
+        s.total = (n + pads) * parts;
         const uint32_t n_ctas = working_ctas(s.total);
         s.start = s.end = 0;
         if (blockIdx.x >= n_ctas) return s;
-        s.start = without_pads<PADS>(blockIdx.x * s.total / n_ctas, n, items.units(), s.pads);
-        s.end = without_pads<PADS>((blockIdx.x + 1) * s.total / n_ctas, n, items.units(), s.pads);
+        s.start = without_pads<PADS>(blockIdx.x * s.total / n_ctas, n, items.units(), pads);
+        s.end = without_pads<PADS>((blockIdx.x + 1) * s.total / n_ctas, n, items.units(), pads);
         s.place.seq = 0;
         s.place.part = s.start / static_cast<int>(n);
         s.place.base = s.place.part * static_cast<int>(n);
         return s;
     }
-    s.pads = 0;
     int mine = items_of(p, length).count() * parts;
     int sum = mine;
 #pragma unroll
@@ -168,7 +166,6 @@ struct Control {
     Place place;
     Items items; /* of the place's segment */
     int last_flag;
-    int pads; /* of a segment; four rows alone have some */
 };
 
 /* Which CTA has a place of the list with pads, and where in that a CTA begins. */

@@ -179,8 +179,15 @@ void Measure::run(oscar_cuda_measure_result *result) {
     const size_t pages_a_set = (size_t)pages_a_seq * b, set_bytes = pages_a_set * page_bytes;
     size_t free_bytes = 0, total_bytes = 0;
     if (!check(cudaMemGetInfo(&free_bytes, &total_bytes), "memory")) return;
+    if (set_bytes > free_bytes) { /* also: fewer tiles than an int counts */
+        status = cuda_error_set(error, OSCAR_ERROR_MEMORY, "pages of %d sequences of %d tokens take %.1f GiB, %.1f GiB are free", b,
+                                o->length, set_bytes / 1073741824.0, free_bytes / 1073741824.0);
+        return;
+    }
     const size_t pool = std::min<size_t>((size_t)24 << 30, free_bytes / 2);
-    const int n_sets = (int)std::max<size_t>(1, std::min<size_t>(pool / set_bytes, b > 1 ? 4 : 32));
+    const int n_launches = b > 1 ? 4 : 32;
+    const int n_sets = (int)std::max<size_t>(1, std::min<size_t>(pool / set_bytes, n_launches));
+    /* Fewer sets than launches are larger than the cache each, and begin again. */
     std::vector<int> order((size_t)n_sets * pages_a_set), host_lengths(b, o->length);
     std::mt19937 random(5);
     for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
@@ -209,12 +216,13 @@ void Measure::run(oscar_cuda_measure_result *result) {
     const int repeats = b > 1 ? 7 : 11;
     result->bytes = (double)set_bytes + (double)b * h * (SINK + RECENT) * d * 4;
     const Reader reader = reader_of(tile);
-    result->read_us = time_graph(n_sets, repeats, [&](int i) {
-        reader<<<264, 512, 0, stream>>>(pages, table + (size_t)i * pages_a_set, (int)pages_a_set * h, h, (uint32_t *)out);
+    result->read_us = time_graph(n_launches, repeats, [&](int i) {
+        reader<<<264, 512, 0, stream>>>(pages, table + i % n_sets * pages_a_set, (int)pages_a_set * h, h, (uint32_t *)out);
     });
     result->read_gb_per_s = result->read_us > 0 ? (double)set_bytes / result->read_us / 1e3 : 0;
     for (int back = 0; back < 2 && status == OSCAR_OK; back++) {
-        const double us = time_graph(n_sets, repeats, [&](int i) {
+        const double us = time_graph(n_launches, repeats, [&](int launch) {
+            const int i = launch % n_sets;
             oscar_cuda_decode_args a = OSCAR_CUDA_DECODE_ARGS_INIT;
             a.n_seqs = b;
             a.n_q_tokens = o->n_q_tokens;
@@ -242,6 +250,7 @@ oscar_status oscar_cuda_measure(const oscar_cuda_measure_options *o, oscar_cuda_
     REQUIRE(o->struct_size == sizeof *o, "struct_size", o->struct_size, "sizeof(oscar_cuda_measure_options)");
     REQUIRE(oscar_cuda_tile_bytes(o->head_dim, o->bits_k, o->bits_v), "head_dim", o->head_dim, "64, 128 or 256, and 2 to 4 bits");
     REQUIRE(o->n_seqs >= 1, "n_seqs", o->n_seqs, "at least 1");
+    REQUIRE(o->n_kv_heads >= 1, "n_kv_heads", o->n_kv_heads, "at least 1");
     REQUIRE(o->length >= 1, "length", o->length, "at least 1");
     REQUIRE(o->n_q_tokens >= 1 && o->n_q_tokens <= OSCAR_CUDA_MAX_Q_TOKENS, "n_q_tokens", o->n_q_tokens, "1 to 8");
 #undef REQUIRE
