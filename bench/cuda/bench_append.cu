@@ -60,16 +60,16 @@ struct Work {
 
 /* [n_tokens, H, D] bf16, drawn once. */
 static std::vector<uint16_t> random_rows(size_t n_tokens) {
-    std::mt19937 random(7);
-    std::normal_distribution<float> normal;
-    std::vector<uint16_t> v(n_tokens * H * D);
-    for (uint16_t &x : v) {
+    static std::mt19937 random(7);
+    static std::normal_distribution<float> normal;
+    static std::vector<uint16_t> v;
+    while (v.size() < n_tokens * H * D) {
         const float f = normal(random);
         uint32_t u;
         memcpy(&u, &f, 4);
-        x = (uint16_t)(u >> 16);
+        v.push_back((uint16_t)(u >> 16));
     }
-    return v;
+    return std::vector<uint16_t>(v.begin(), v.begin() + n_tokens * H * D);
 }
 
 /* per_seq tokens of each of n_seqs sequences, from position `first` on. fill: overlay rows of random numbers, for
@@ -160,17 +160,17 @@ static void bench_token(void) {
     free_work(page);
 }
 
-/* A chunk of 2,048 tokens, in 16 layers. */
-static void bench_chunk(void) {
+/* A chunk of tokens, in 16 layers. */
+static void bench_chunk(int n_tokens) {
     const int n_layers = 16;
     std::vector<Work> layers;
-    for (int i = 0; i < n_layers; i++) layers.push_back(make_work(i + 1, 1, 2048, 1024, true));
+    for (int i = 0; i < n_layers; i++) layers.push_back(make_work(i + 1, 1, n_tokens, 1024, true));
     auto time_layers = [&](auto launch) { return time_graph(n_layers, 7, [&, i = 0](cudaStream_t s) mutable { launch(layers[i++], s); }); };
     const float now = time_layers([](Work &w, cudaStream_t s) { append(w, false, s); });
     const float codes = time_layers([](Work &w, cudaStream_t s) { settle(w, s); });
     const float later = time_layers([](Work &w, cudaStream_t s) { append(w, true, s); });
-    printf("append, a chunk of 2048 tokens x %d heads, codes at once: %.1f us; codes later: %.1f us, their settle %.1f us\n", H, now,
-           later, codes);
+    printf("append, a chunk of %d tokens x %d heads, codes at once: %.1f us; codes later: %.1f us, their settle %.1f us\n", n_tokens, H,
+           now, later, codes);
     for (Work &w : layers) free_work(w);
 }
 
@@ -181,6 +181,6 @@ int main() {
         return 77;
     }
     bench_token();
-    bench_chunk();
+    for (int n_tokens : {2048, 640, 256}) bench_chunk(n_tokens);
     return 0;
 }

@@ -157,7 +157,7 @@ typedef struct oscar_cuda_append_args {
     uint32_t struct_size;
     int32_t n_tokens;
     int32_t dtype;            /* oscar_dtype of k and v */
-    const void *k, *v;        /* [n_tokens, n_kv_heads, head_dim], keys after RoPE */
+    const void *k, *v;        /* [n_tokens, n_kv_heads, head_dim], keys after RoPE; at multiples of 16 bytes */
     const int32_t *seqs;      /* [n_tokens] row of the block table */
     const int32_t *positions; /* [n_tokens] */
     const int32_t *block_table;
@@ -176,10 +176,10 @@ typedef struct oscar_cuda_append_args {
      NULL, NULL, NULL, NULL, 0}
 
 /* Removes means, rotates, rounds to BF16, quantises with the layer's recipe (LDLQ and gain included) and stores
- * rows of new tokens in pages and overlay, in one launch (chunks of some hundred tokens in two). Codes are those of the
- * CPU's cache. With codes_later it ends with the overlay. Where many rows with error feedback are quantised together
- * (head_dim 128), their refits and gain are sums in another order than for few: once in some thousand rows the step or
- * the offset is the next fp16 number, once in some ten thousand that moves codes too (by 1e-5 of all, tests/cuda).
+ * rows of new tokens in pages and overlay, in one launch. Codes are those of the CPU's cache. With codes_later it ends with
+ * the overlay. Where many rows with error feedback are quantised together (head_dim 128), their refits and gain are sums in
+ * another order than for few: once in some thousand rows the step or the offset is the next fp16 number, once in some ten
+ * thousand that moves codes too (by 1e-5 of all, tests/cuda).
  * Errors: ARGUMENT, INTERNAL. */
 OSCAR_API oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *args,
                                          oscar_cuda_stream stream, oscar_error *error);

@@ -3,7 +3,7 @@
  *
  * A CTA takes one side of one KV head, and a few tokens at a time: it removes the means, turns the rows
  * together (a thread has one channel of several rows, so that the rotation is read once), then every
- * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks are turned apart
+ * sixteen lanes quantise a row, or a warp does when there are few (append_rows.cuh). Chunks are turned in tiles
  * (append_chunk.cuh) and have a row on every lane (append_lanes.cuh). Rotation and metric lie in shared memory
  * where they fit. Compiled without contraction: codes are bit-equal to the CPU's, but for what
  * append_sorted.cuh and append_feedback.cuh say.
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __
     /* Constants, while the kernel before this one ends. The rotation in pieces, in the order in which they are needed;
      * the metric, which is needed later, behind the first rows. */
     for (int piece = 0; STAGED && piece < 4; piece++) {
-        if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, THREADS);
+        if (rotation) stage(shared + piece * D * D / 4, rotation + piece * D * D / 4, D * D / 4, threadIdx.x, THREADS);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     let_next_kernel_start();
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(THREADS, CODES ? 1 : 2) append_kernel(const __
     for (int token = part.group * ROWS; token < p.n_tokens; token += from.n_ctas * ROWS) {
         auto flood = [&] {
             if (!STAGED || !first) return;
-            if (packed) stage(shared + D * D, packed, layout_metric_floats(D), THREADS);
+            if (packed) stage(shared + D * D, packed, layout_metric_floats(D), threadIdx.x, THREADS);
             asm volatile("cp.async.commit_group;" ::: "memory");
         };
         /* Places and slots are loaded long before they are used. */
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(THREADS, 1) settle_kernel(const __grid_constan
     for (int group = part.group;; group += from.n_ctas) {
         RowPlace at;
         if (group * ROWS >= place_to_settle(p, group * ROWS + row, &at)) return;
-        if (STAGED && first && packed) stage(shared, packed, layout_metric_floats(D), THREADS);
+        if (STAGED && first && packed) stage(shared, packed, layout_metric_floats(D), threadIdx.x, THREADS);
         fetch_row<D>(p, from, at, part.head, rows + row * Row<D>::STRIDE);
         if (first) {
             asm volatile("cp.async.wait_all;" ::: "memory");
@@ -401,14 +401,15 @@ template <int D, int THREADS, bool STAGED> static AppendPlan plan_settle() {
 
 static int groups_of(const AppendPlan &plan, int n_rows) { return (n_rows + plan.n_rows - 1) / plan.n_rows; }
 
-/* A row a lane, made of the overlay: when so many rows occupy a quarter of the multiprocessors. Keys with a metric feed
+/* A row a lane, of tokens or of the overlay: when so many rows occupy a quarter of the multiprocessors. Keys with a metric feed
  * errors back, values have none: what calibration makes. */
 static bool plan_lanes(const oscar_cuda_layer *layer, int n_rows, AppendPlan *plan, AppendParams *p) {
-    *plan = {code_lanes_kernel, 64 * LanesShape::SIDE_WARPS, LanesShape::ROWS, LanesShape::WORDS * sizeof(uint32_t)};
+    using L = LanesShape;
+    *plan = {p->seqs ? code_lanes_kernel<true> : code_lanes_kernel<false>, 64 * L::SIDE_WARPS, L::ROWS, L::WORDS * sizeof(uint32_t)};
     const int groups = groups_of(*plan, n_rows), most = layer->n_multiprocessors / layer->n_kv_heads;
     p->side[0].n_ctas = p->side[1].n_ctas = groups < most || most < 1 ? groups : most; /* one has both sides */
     const bool metrics = !layer->v_metric && (layer->ldlq_k || !layer->k_metric);
-    return layer->head_dim == LanesShape::D && layer->recipe == OSCAR_RECIPE_DEFAULT && metrics &&
+    return layer->head_dim == L::D && layer->recipe == OSCAR_RECIPE_DEFAULT && metrics &&
            4 * groups * layer->n_kv_heads >= layer->n_multiprocessors && plan->shared_bytes <= (size_t)layer->shared_max;
 }
 
@@ -416,8 +417,9 @@ static bool plan_lanes(const oscar_cuda_layer *layer, int n_rows, AppendPlan *pl
 template <bool CODES> static AppendPlan plan_for_append(const oscar_cuda_layer *layer, int n_tokens) {
     if (layer->head_dim == 256) return plan_append<256, 256, false, CODES>();
     if (layer->head_dim == 64) return n_tokens <= 64 ? plan_append<64, 128, true, CODES>() : plan_append<64, 512, true, CODES>();
-    if (n_tokens >= 2 * ChunkShape::ROWS && !CODES) {
-        const AppendPlan chunk = {append_chunk_kernel, ChunkShape::THREADS, ChunkShape::ROWS, ChunkShape::FLOATS * sizeof(float)};
+    if (n_tokens >= 128 && !CODES) {
+        using C = ChunkShape<64>;
+        const AppendPlan chunk = {append_chunk_kernel, C::THREADS, C::ROWS, (C::D * C::D + C::RESIDUALS) * sizeof(float)};
         if (chunk.shared_bytes <= (size_t)layer->shared_max) return chunk;
     }
     const AppendPlan plan = n_tokens <= 64 ? plan_append<128, 128, true, CODES, true>() : plan_append<128, 512, true, CODES>();
@@ -476,19 +478,15 @@ static oscar_status launch_append(const oscar_cuda_layer *layer, const AppendPla
     return layer_launch(reinterpret_cast<const void *>(plan.kernel), &launch, p, stream, what, error);
 }
 
-/* Overlay rows, and codes unless they come later: of many tokens in a second launch, since turning rows and quantising
- * them want different shapes. */
+/* Overlay rows, and codes unless they come later. */
 static oscar_status launch_tokens(const oscar_cuda_layer *layer, bool codes, AppendParams *p, oscar_cuda_stream stream,
                                   oscar_error *error) {
-    AppendPlan lanes;
-    AppendParams code = *p;
-    const bool apart = codes && plan_lanes(layer, p->n_tokens, &lanes, &code), together = codes && !apart;
-    const AppendPlan plan = together ? plan_for_append<true>(layer, p->n_tokens) : plan_for_append<false>(layer, p->n_tokens);
-    spread(layer, groups_of(plan, p->n_tokens), together, p);
-    oscar_status status = launch_append(layer, plan, p->side[0].n_ctas + p->side[1].n_ctas, p, stream, "append launch", error);
-    if (status == OSCAR_OK && apart)
-        status = launch_append(layer, lanes, code.side[0].n_ctas, &code, stream, "append launch of codes", error);
-    return status;
+    AppendPlan plan;
+    if (codes && plan_lanes(layer, p->n_tokens, &plan, p))
+        return launch_append(layer, plan, p->side[0].n_ctas, p, stream, "append launch", error);
+    plan = codes ? plan_for_append<true>(layer, p->n_tokens) : plan_for_append<false>(layer, p->n_tokens);
+    spread(layer, groups_of(plan, p->n_tokens), codes, p);
+    return launch_append(layer, plan, p->side[0].n_ctas + p->side[1].n_ctas, p, stream, "append launch", error);
 }
 
 oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_append_args *a, oscar_cuda_stream stream,
@@ -502,6 +500,8 @@ oscar_status oscar_cuda_append(const oscar_cuda_layer *layer, const oscar_cuda_a
         !a->overlay_k || !a->overlay_v)
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "n_tokens is %d or a pointer of the append arguments is NULL",
                               a->n_tokens);
+    if ((reinterpret_cast<uintptr_t>(a->k) | reinterpret_cast<uintptr_t>(a->v)) % 16)
+        return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "k is at %p and v at %p, expected multiples of 16 bytes", a->k, a->v);
     if (a->dtype < OSCAR_DTYPE_F32 || a->dtype > OSCAR_DTYPE_BF16)
         return cuda_error_set(error, OSCAR_ERROR_ARGUMENT, "dtype is %d, expected F32, F16 or BF16", a->dtype);
     AppendParams p = params_of(layer, a->overlay_k, a->overlay_v);

@@ -1,9 +1,10 @@
 /*
- * append_chunk.cuh - rows of many tokens into the overlay, without codes: head_dim 128.
+ * append_chunk.cuh - rows of many tokens: without their means, turned, to the overlay. head_dim 128.
  *
- * A CTA takes one side of one KV head, 64 tokens at a time. A thread has eight channels of four rows, so that reading the
- * rows and the rotation from shared memory takes no longer than the products. The next 64 tokens' rows are on their way
- * to registers meanwhile. Sums are those of the CPU, in its order.
+ * 64 or 128 rows of one side of a head are turned together. A thread has eight or sixteen channels of four or eight rows, so
+ * that reading rows and rotation from shared memory takes no longer than the products. Sums are those of the CPU, in its order.
+ *
+ * The kernel here stores rows alone; append_lanes.cuh makes codes of rows that it turns with the same functions.
  */
 #ifndef OSCAR_CUDA_APPEND_CHUNK_CUH
 #define OSCAR_CUDA_APPEND_CHUNK_CUH
@@ -11,205 +12,304 @@
 #include "append_input.cuh"
 #include "append_rows.cuh"
 
-struct ChunkShape {
-    static constexpr int D = 128, THREADS = 256, ROWS = 64, PITCH = ROWS + 4;
-    static constexpr int OUT_PITCH = D / 2 + 4;  /* words of a turned row in bf16: in the residuals' place */
-    static constexpr int PAIRS = THREADS / ROWS; /* of tracked channels that threads of a row have at once */
-    static constexpr int FLOATS = D * D + D * PITCH;
+template <int ROWS_> struct ChunkShape {
+    static constexpr int D = 128, THREADS = 256, ROWS = ROWS_, PITCH = ROWS + 4;
+    static constexpr int FOURS = ROWS / 64;     /* groups of four rows that a thread turns */
+    static constexpr int PAIR_ROWS = ROWS / 4;  /* rows that warps w and w + 4 turn, or w alone */
+    static constexpr int INPUTS = ROWS / 16;    /* times eight channels that a thread loads */
+    static constexpr int RESIDUALS = D * PITCH; /* floats */
+    static constexpr int TURNED = ROWS * D / 2; /* words */
 };
 
-/* Input of tokens first .. that a thread has: channel threadIdx % 128 of rows 8 k + 4 (threadIdx / 128) + 0 .. 3. */
-struct ChunkInput {
-    uint32_t v[32];
+/* Input of tokens first ..: channels 16 w + 8 (lane % 2) .. of rows lane / 2 + 16 k. Rows of tokens that do not exist are the
+ * last one's. */
+template <int ROWS> struct ChunkInput {
+    using C = ChunkShape<ROWS>;
+    uint4 v[C::INPUTS]; /* of 16-bit numbers; others are loaded when they are stored, for want of registers */
 
+    DEVICE static size_t at(const AppendParams &p, int head, int first, int k) {
+        const int row = static_cast<int>(threadIdx.x) % 32 / 2 + 16 * k;
+        return (static_cast<size_t>(min(first + row, p.n_tokens - 1)) * p.n_kv_heads + head) * C::D + threadIdx.x / 32 * 16;
+    }
     DEVICE void load(const AppendParams &p, const void *in, int head, int first) {
-        size_t at[32];
 #pragma unroll
-        for (int k = 0; k < 32; k++) {
-            const int row = 8 * (k / 4) + 4 * (threadIdx.x / ChunkShape::D) + k % 4;
-            at[k] = (static_cast<size_t>(min(first + row, p.n_tokens - 1)) * p.n_kv_heads + head) * ChunkShape::D +
-                    threadIdx.x % ChunkShape::D;
-        }
-        load_inputs<32>(in, at, p.dtype, v);
+        for (int k = 0; k < C::INPUTS; k++)
+            v[k] = p.dtype == OSCAR_DTYPE_F32
+                       ? make_uint4(0, 0, 0, 0)
+                       : load_uint4(static_cast<const uint16_t *>(in) + at(p, head, first, k) + threadIdx.x % 2 * 8);
     }
-    /* Without the mean, transposed: [D][PITCH]. */
-    DEVICE void store(const AppendParams &p, const float *mean, int head, int first, float *out) const {
-        const int j = threadIdx.x % ChunkShape::D, row0 = 4 * (threadIdx.x / ChunkShape::D);
-        const float off = mean ? __ldg(mean + head * ChunkShape::D + j) : 0.0f;
+    /* Without the mean, transposed: [D][PITCH]. Every other lane begins with its upper four channels, so that no bank is asked
+     * twice. */
+    DEVICE void store(const AppendParams &p, const AppendSide &from, int head, int first, float *out) const {
+        const bool swap = threadIdx.x % 2;
+        const int row = threadIdx.x % 32 / 2, low = threadIdx.x / 32 * 16 + (swap ? 12 : 0), high = low + (swap ? -4 : 4);
+        float off[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (from.mean) {
 #pragma unroll
-        for (int k = 0; k < 32; k += 4) {
-            float x[4];
+            for (int n = 0; n < 8; n++) off[n] = __ldg(from.mean + head * C::D + (n < 4 ? low + n : high + n - 4));
+        }
+        auto put = [&](int k, int n, float x) {
+            out[(n < 4 ? low + n : high + n - 4) * C::PITCH + row + 16 * k] = x - off[n];
+        };
+        auto put_halves = [&](auto value) {
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                x[n] = input_value(v[k + n], p.dtype);
-                if (mean) x[n] = x[n] - off;
-                if (first + 2 * k + row0 + n >= p.n_tokens) x[n] = 0;
+            for (int k = 0; k < C::INPUTS; k++) {
+                const uint32_t words[4] = {swap ? v[k].z : v[k].x, swap ? v[k].w : v[k].y, swap ? v[k].x : v[k].z,
+                                           swap ? v[k].y : v[k].w};
+#pragma unroll
+                for (int n = 0; n < 8; n++) put(k, n, value(words[n / 2], n % 2));
             }
-            *reinterpret_cast<float4 *>(out + j * ChunkShape::PITCH + 2 * k + row0) = make_float4(x[0], x[1], x[2], x[3]);
+        };
+        if (p.dtype == OSCAR_DTYPE_BF16) {
+            put_halves([](uint32_t both, bool upper) { return upper ? bf16_high(both) : bf16_low(both); });
+        } else if (p.dtype == OSCAR_DTYPE_F16) {
+            put_halves([](uint32_t both, bool upper) {
+                return upper ? __high2float(bits_half2(both)) : __low2float(bits_half2(both));
+            });
+        } else {
+#pragma unroll 4
+            for (int k = 0; k < C::INPUTS; k++) {
+                const float *x = static_cast<const float *>(from.in) + at(p, head, first, k) - threadIdx.x / 32 * 16;
+                const uint4 a = load_uint4(x + low), b = load_uint4(x + high);
+                const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int n = 0; n < 8; n++) put(k, n, __uint_as_float(words[n]));
+            }
         }
     }
 };
 
-/* Takes the tracked means off residuals [D][PITCH] of tokens first .. : a thread has a row, and every fourth pair. */
-DEVICE void take_tracked_means(const AppendParams &p, int head, int position, float *residuals) {
-    constexpr int PAIRS = ChunkShape::PAIRS;
-    const int row = threadIdx.x % ChunkShape::ROWS, lane = threadIdx.x & 31, start = position / 64 * 64;
-    const bool one_page = __all_sync(FULL_WARP, start == __shfl_sync(FULL_WARP, start, 0));
-#pragma unroll 1
-    for (int i0 = threadIdx.x / ChunkShape::ROWS; i0 < p.n_tracked; i0 += 4 * PAIRS) {
-        /* Four pairs at once. Where a warp's rows are of one page, four lanes turn it for all. */
-        float a[4], b[4], sine[4], cosine[4];
-        int2 dims[4];
+/* Tracked means of row threadIdx % ROWS: of sixteen pairs, every PAIRS-th of them. */
+template <int ROWS> struct ChunkTracked {
+    using C = ChunkShape<ROWS>;
+    static constexpr int PAIRS = C::THREADS / ROWS, N = 16 / PAIRS;
+    float a[N], b[N];         /* R_i nu of the row */
+    float sine, cosine, freq; /* of the (lane % N)-th pair */
+    int dims[N];              /* both channels */
+
+    DEVICE static int pair_of(const AppendParams &p, int head, int first, int k) {
+        return head * p.n_tracked + min(first + static_cast<int>(threadIdx.x) / ROWS + k * PAIRS, p.n_tracked - 1);
+    }
+    /* What the layer knows of pairs first .. first + 15. */
+    DEVICE void prepare(const AppendParams &p, int head, int first) {
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int pair = head * p.n_tracked + min(i0 + k * PAIRS, p.n_tracked - 1);
-            const int *table = reinterpret_cast<const int *>(p.bias_table) + pair * 128 + position % 64;
+        for (int k = 0; k < N; k++) {
+            const int2 both = __ldg(p.bias_dims + pair_of(p, head, first, k));
+            dims[k] = both.x | both.y << 16;
+        }
+        freq = __ldg(p.bias_freq + pair_of(p, head, first, threadIdx.x % N));
+    }
+    DEVICE void ask(const AppendParams &p, int head, int position, int first) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const int *table = reinterpret_cast<const int *>(p.bias_table) + pair_of(p, head, first, k) * 128 + position % 64;
             a[k] = __int_as_float(load_int(table));
             b[k] = __int_as_float(load_int(table + 64));
-            dims[k] = __ldg(p.bias_dims + pair);
         }
-        const int n_turns = one_page ? 1 : 4;
+    }
+    DEVICE static void turn(int position, float freq_of, float *s, float *c) {
+        double sine_of, cosine_of;
+        sincos(static_cast<double>(position / 64 * 64) * static_cast<double>(freq_of), &sine_of, &cosine_of);
+        *s = static_cast<float>(sine_of);
+        *c = static_cast<float>(cosine_of);
+    }
+    /* The angle of the page's start, of the lane's pair. */
+    DEVICE void turn(int position) { turn(position, freq, &sine, &cosine); }
+
+    /* Takes these pairs' means off residuals [D][PITCH]. Where a warp's rows are of one page, a lane has turned a pair for
+     * all. */
+    DEVICE void take(const AppendParams &p, int position, int first, float *residuals) const {
+        const int start = position / 64 * 64;
+        const bool one_page = __all_sync(FULL_WARP, start == __shfl_sync(FULL_WARP, start, 0));
+        const int n_turns = one_page ? 1 : N, i0 = first + static_cast<int>(threadIdx.x) / ROWS;
+        float *rows = residuals + threadIdx.x % ROWS;
 #pragma unroll 1
-        for (int turn = 0; turn < n_turns; turn++) {
-            const int i = min(i0 + (one_page ? lane & 3 : turn) * PAIRS, p.n_tracked - 1);
-            double s, c;
-            sincos(static_cast<double>(start) * static_cast<double>(__ldg(p.bias_freq + head * p.n_tracked + i)), &s, &c);
+        for (int t = 0; t < n_turns; t++) {
+            float own_sine = sine, own_cosine = cosine;
+            if (!one_page) turn(position, __shfl_sync(FULL_WARP, freq, t), &own_sine, &own_cosine);
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float other_s = __shfl_sync(FULL_WARP, static_cast<float>(s), k);
-                const float other_c = __shfl_sync(FULL_WARP, static_cast<float>(c), k);
-                if (one_page || k == turn) {
-                    sine[k] = one_page ? other_s : static_cast<float>(s);
-                    cosine[k] = one_page ? other_c : static_cast<float>(c);
-                }
+            for (int k = 0; k < N; k++) {
+                const float other_sine = __shfl_sync(FULL_WARP, own_sine, k), other_cosine = __shfl_sync(FULL_WARP, own_cosine, k);
+                const float s = one_page ? other_sine : own_sine, c = one_page ? other_cosine : own_cosine;
+                if ((!one_page && k != t) || i0 + k * PAIRS >= p.n_tracked) continue;
+                rows[(dims[k] & 0xffff) * C::PITCH] -= a[k] * c - b[k] * s;
+                rows[(dims[k] >> 16) * C::PITCH] -= a[k] * s + b[k] * c;
             }
         }
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (i0 + k * PAIRS >= p.n_tracked) continue;
-            residuals[dims[k].x * ChunkShape::PITCH + row] -= a[k] * cosine[k] - b[k] * sine[k];
-            residuals[dims[k].y * ChunkShape::PITCH + row] -= a[k] * sine[k] + b[k] * cosine[k];
+    }
+    /* All pairs', of which the first sixteen are prepared, asked for and turned. */
+    DEVICE void take_all(const AppendParams &p, int head, int position, float *residuals) {
+        take(p, position, 0, residuals);
+#pragma unroll 1
+        for (int first = 16; first < p.n_tracked; first += 16) {
+            prepare(p, head, first);
+            ask(p, head, position, first);
+            turn(position);
+            take(p, position, first, residuals);
         }
-    }
-}
-
-/* What a thread multiplies for one channel of the input. */
-struct ChunkOperands {
-    float4 u0, u1, x;
-
-    DEVICE void load(const float *u, const float *rows, int i) {
-        u0 = load4(u + i * ChunkShape::D);
-        u1 = load4(u + i * ChunkShape::D + 64);
-        x = load4(rows + i * ChunkShape::PITCH);
-    }
-    DEVICE void multiply(float (&sum)[4][8]) const {
-        const float of_row[4] = {x.x, x.y, x.z, x.w};
-        const float v[8] = {u0.x, u0.y, u0.z, u0.w, u1.x, u1.y, u1.z, u1.w};
-#pragma unroll
-        for (int r = 0; r < 4; r++)
-#pragma unroll
-            for (int c = 0; c < 8; c++) sum[r][c] = fmaf(of_row[r], v[c], sum[r][c]);
     }
 };
 
-/* Thread (a, b) of 16 x 16 turns rows 4 a .. 4 a + 3 to channels 4 b .. 4 b + 3 and 64 + those. Operands are loaded while those
- * before are multiplied. */
-DEVICE void turn_chunk(const float *rotation, const float *residuals, float (&sum)[4][8]) {
-    const float *u = rotation + 4 * (threadIdx.x % 16), *rows = residuals + threadIdx.x / 16 * 4;
-    ChunkOperands even, odd;
+/* --- turning ------------------------------------------------------------------------------------- */
+
+/* What a thread has of turned rows: rows PAIR_ROWS (w % 4) + 16 f + 4 (lane / 8) + 0 .. 3 at [4 f ..], channels
+ * 32 n + 4 (lane % 8) + 0 .. 3 at [][4 n ..], of all when four warps turn, of the lower or upper 64 when eight do. */
+template <int ROWS, int WARPS> struct ChunkPart {
+    using C = ChunkShape<ROWS>;
+    static constexpr int N_ROWS = 4 * C::FOURS, N_CHANNELS = 64 / WARPS;
+    float sum[N_ROWS][N_CHANNELS];
+
+    DEVICE static int row() { return C::PAIR_ROWS * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 8 * 4; }
+    DEVICE static int channel() { return threadIdx.x / 128 * 64 + threadIdx.x % 8 * 4; }
+    DEVICE void turn(const float *rotation, const float *residuals);
+    DEVICE void copy(const float *residuals);
+    DEVICE void keep(uint32_t *out) const;
+};
+
+/* What a thread multiplies for one channel of the input. */
+template <class Part> struct ChunkOperands {
+    float4 u[Part::N_CHANNELS / 4], x[Part::N_ROWS / 4];
+
+    DEVICE void load(const float *rotation, const float *rows, int i) {
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+        for (int n = 0; n < Part::N_CHANNELS / 4; n++) u[n] = load4(rotation + i * Part::C::D + 32 * n);
 #pragma unroll
-        for (int c = 0; c < 8; c++) sum[r][c] = 0;
+        for (int f = 0; f < Part::N_ROWS / 4; f++) x[f] = load4(rows + i * Part::C::PITCH + 16 * f);
+    }
+    DEVICE void multiply(float (&sum)[Part::N_ROWS][Part::N_CHANNELS]) const {
+#pragma unroll
+        for (int f = 0; f < Part::N_ROWS / 4; f++) {
+            const float of_row[4] = {x[f].x, x[f].y, x[f].z, x[f].w};
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int n = 0; n < Part::N_CHANNELS / 4; n++) {
+                    const float v[4] = {u[n].x, u[n].y, u[n].z, u[n].w};
+#pragma unroll
+                    for (int c = 0; c < 4; c++) sum[4 * f + r][4 * n + c] = fmaf(of_row[r], v[c], sum[4 * f + r][4 * n + c]);
+                }
+        }
+    }
+};
+
+/* Operands are loaded while those before are multiplied. rotation: [D][D], residuals: [D][PITCH]. */
+template <int ROWS, int WARPS> DEVICE void ChunkPart<ROWS, WARPS>::turn(const float *rotation, const float *residuals) {
+    const float *u = rotation + channel(), *rows = residuals + row();
+    ChunkOperands<ChunkPart> even, odd;
+#pragma unroll
+    for (int k = 0; k < N_ROWS * N_CHANNELS; k++) sum[k / N_CHANNELS][k % N_CHANNELS] = 0;
     even.load(u, rows, 0);
 #pragma unroll 2
-    for (int i = 0; i < ChunkShape::D - 2; i += 2) {
+    for (int i = 0; i < C::D - 2; i += 2) {
         odd.load(u, rows, i + 1);
         even.multiply(sum);
         even.load(u, rows, i + 2);
         odd.multiply(sum);
     }
-    odd.load(u, rows, ChunkShape::D - 1);
+    odd.load(u, rows, C::D - 1);
     even.multiply(sum);
     odd.multiply(sum);
 }
 
-/* Turned rows, of thread (a, b) as above, to [ROWS][OUT_PITCH] words. */
-DEVICE void keep_turned(const float (&sum)[4][8], uint32_t *out) {
-    const int row0 = threadIdx.x / 16 * 4, b = threadIdx.x % 16;
+/* Where there is no rotation. */
+template <int ROWS, int WARPS> DEVICE void ChunkPart<ROWS, WARPS>::copy(const float *residuals) {
 #pragma unroll
-    for (int k = 0; k < 8; k++) {
-        const float *v = &sum[k / 2][k % 2 * 4];
-        *reinterpret_cast<uint2 *>(out + (row0 + k / 2) * ChunkShape::OUT_PITCH + k % 2 * 32 + 2 * b) =
-            make_uint2(pack_bf162(v[0], v[1]), pack_bf162(v[2], v[3]));
-    }
+    for (int r = 0; r < N_ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N_CHANNELS; c++)
+            sum[r][c] = residuals[(channel() + c / 4 * 32 + c % 4) * C::PITCH + row() + r / 4 * 16 + r % 4];
 }
 
-/* A warp stores its eight rows in the overlay, two at once. to: of row lane % 8, 0 for none; token: of the first. A row that
- * is not finite is reported and becomes zeros. */
-DEVICE void store_turned(const AppendParams &p, const uint32_t *rows, unsigned long long to, int token) {
-    const int lane = threadIdx.x & 31, upper = lane >> 4, k = lane & 15;
+/* To [ROWS][64] words of bf16: 16 bytes k of row r at k ^ (r & 7), so that no bank is asked twice. */
+template <int ROWS, int WARPS> DEVICE void ChunkPart<ROWS, WARPS>::keep(uint32_t *out) const {
 #pragma unroll
-    for (int row = 0; row < 8; row += 2) {
-        uint4 v = *reinterpret_cast<const uint4 *>(rows + (row + upper) * ChunkShape::OUT_PITCH + 4 * k);
-        bool finite = true;
-        for (uint32_t both : {v.x, v.y, v.z, v.w})
-            finite = finite && (both & 0x7f80u) != 0x7f80u && (both & 0x7f800000u) != 0x7f800000u;
-        const unsigned bad = ~__ballot_sync(FULL_WARP, finite) >> (16 * upper) & 0xffffu;
-        uint4 *place = reinterpret_cast<uint4 *>(__shfl_sync(FULL_WARP, to, row + upper));
-        if (bad) v = make_uint4(0, 0, 0, 0);
-        if (bad && place && k == 0 && p.bad_token) atomicMin(p.bad_token, token + row + upper);
+    for (int n = 0; n < N_ROWS; n++)
+#pragma unroll
+        for (int c = 0; c < N_CHANNELS; c += 4) {
+            const int r = row() + n / 4 * 16 + n % 4, word = channel() / 2 + c * 4;
+            *reinterpret_cast<uint2 *>(out + 64 * r + 4 * (word / 4 ^ (r & 7)) + word % 4) =
+                make_uint2(pack_bf162(sum[n][c], sum[n][c + 1]), pack_bf162(sum[n][c + 2], sum[n][c + 3]));
+        }
+}
+
+/* A warp stores n rows from the first-th on in the overlay, two at once. rows: of a warp or of two, as keep() leaves them; to:
+ * the place of row `lane`, 0 for none; token: of row 0. A row that is not finite is reported and becomes zeros, in `rows` too. */
+DEVICE void store_turned(const AppendParams &p, uint32_t *rows, int first, int n, unsigned long long to, int token) {
+    const int upper = threadIdx.x / 16 % 2, k = threadIdx.x % 16;
+#pragma unroll 2
+    for (int i = 0; i < n; i += 2) {
+        const int row = first + i + upper;
+        uint4 *here = reinterpret_cast<uint4 *>(rows + 64 * row + 4 * (k ^ (row & 7)));
+        uint4 v = *here;
+        uint32_t none = 0; /* but for signs, if all are finite */
+        for (uint32_t both : {v.x, v.y, v.z, v.w}) none = fma_bf162(both, 0, none);
+        const unsigned bad = __ballot_sync(FULL_WARP, none & 0x7fff7fffu) >> (16 * upper) & 0xffffu;
+        uint4 *place = reinterpret_cast<uint4 *>(__shfl_sync(FULL_WARP, to, row));
+        if (bad) *here = v = make_uint4(0, 0, 0, 0);
+        if (bad && place && k == 0 && p.bad_token) atomicMin(p.bad_token, token + row);
         if (place) place[k] = v;
     }
 }
 
-__global__ void __launch_bounds__(ChunkShape::THREADS, 2) append_chunk_kernel(const __grid_constant__ AppendParams p) {
-    using C = ChunkShape;
-    constexpr int OWN = C::ROWS / (C::THREADS / 32); /* rows of a warp */
-    static_assert(OWN == 8, "store_turned()");
+/* The place of the lane's row in the overlay. */
+DEVICE unsigned long long overlay_address(const AppendParams &p, const AppendSide &from, const RowPlace &at, int slot, int head) {
+    return reinterpret_cast<unsigned long long>(at.valid ? overlay_of<128>(p, from, at, slot, head) : nullptr);
+}
+
+/* --- rows alone ---------------------------------------------------------------------------------- */
+
+/* A CTA has one side of a head, 64 tokens at a time: two of them on a multiprocessor, so that one loads while the other turns. */
+__global__ void __launch_bounds__(256, 2) append_chunk_kernel(const __grid_constant__ AppendParams p) {
+    constexpr int ROWS = 64, STORED = ROWS / 8; /* STORED: rows that a warp stores */
+    using C = ChunkShape<ROWS>;
     extern __shared__ __align__(16) float shared[];
     const Part part(p);
     const AppendSide &from = p.side[part.side];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, b = threadIdx.x % 16, row0 = threadIdx.x / 16 * 4;
+    const int pair_row = threadIdx.x / 32 % 4 * C::PAIR_ROWS;
     float *rows = shared + C::D * C::D;
-    uint32_t *turned = reinterpret_cast<uint32_t *>(rows);
-    if (from.rotation) stage(shared, from.rotation + static_cast<size_t>(part.head) * C::D * C::D, C::D * C::D, C::THREADS);
+    uint32_t *turned = reinterpret_cast<uint32_t *>(rows); /* in the residuals' place */
+    ChunkTracked<ROWS> tracked;
+    const bool biased = part.side == 0 && p.n_tracked > 0;
+    if (biased) tracked.prepare(p, part.head, 0);
+    const float *rotation = from.rotation + static_cast<size_t>(part.head) * C::D * C::D;
+    if (from.rotation) stage(shared, rotation, C::D * C::D, threadIdx.x, C::THREADS);
     let_next_kernel_start();
     wait_for_kernel_before();
-    /* Of the next tokens: inputs, places of the warp's rows (lane % 8), the position of this thread's row of tracked means. */
-    ChunkInput input;
+    /* Of the next tokens: inputs, places of the warp's rows, the position of this thread's row of tracked means. */
+    ChunkInput<ROWS> input;
     RowPlace at;
     int position;
     auto ask = [&](int first) {
         input.load(p, from.in, part.head, first);
-        at = place_of_token(p, first + OWN * warp + lane % OWN);
+        at = place_of_token(p, first + pair_row + static_cast<int>(threadIdx.x) % C::PAIR_ROWS);
         position = load_int(p.positions + min(first + static_cast<int>(threadIdx.x) % C::ROWS, p.n_tokens - 1));
     };
     int token = part.group * C::ROWS;
     if (token >= p.n_tokens) return;
     ask(token);
+    if (biased) tracked.ask(p, part.head, position, 0);
 #pragma unroll 1
     while (true) {
-        input.store(p, from.mean, part.head, token, rows);
+        input.store(p, from, part.head, token, rows);
+        if (biased) tracked.turn(position);
         __syncthreads();
-        if (part.side == 0 && p.n_tracked > 0) take_tracked_means(p, part.head, position, rows);
+        if (biased) tracked.take_all(p, part.head, position, rows);
         asm volatile("cp.async.wait_all;" ::: "memory");
-        const int slot = slot_of(p, at);
-        const unsigned long long to =
-            reinterpret_cast<unsigned long long>(at.valid ? overlay_of<C::D>(p, from, at, slot, part.head) : nullptr);
+        const unsigned long long to = overlay_address(p, from, at, slot_of(p, at), part.head);
         __syncthreads();
         const int next = token + from.n_ctas * C::ROWS;
         if (next < p.n_tokens) ask(next);
-        float sum[4][8];
+        if (biased) tracked.prepare(p, part.head, 0);
+        ChunkPart<ROWS, 8> part_of;
         if (from.rotation)
-            turn_chunk(shared, rows, sum);
+            part_of.turn(shared, rows);
         else
-#pragma unroll
-            for (int k = 0; k < 32; k++) sum[k / 8][k % 8] = rows[(k % 8 / 4 * 64 + 4 * b + k % 4) * C::PITCH + row0 + k / 8];
+            part_of.copy(rows);
+        if (biased && next < p.n_tokens) tracked.ask(p, part.head, position, 0);
         __syncthreads(); /* turned rows take the residuals' place */
-        keep_turned(sum, turned);
-        __syncwarp(); /* a warp's rows are its own */
-        store_turned(p, turned + OWN * warp * C::OUT_PITCH, to, token + OWN * warp);
+        part_of.keep(turned);
+        __syncthreads();
+        store_turned(p, turned + 64 * pair_row, threadIdx.x / 128 * STORED, STORED, to, token + pair_row);
         token = next;
         if (token >= p.n_tokens) return;
         __syncthreads();

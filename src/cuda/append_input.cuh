@@ -53,21 +53,9 @@ DEVICE float input_value(uint32_t bits, int dtype) {
 /* What the overlay holds of a rotated row. Codes are made from that, so that they do not depend on when they are made. */
 DEVICE float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-/* Of two values each. */
-DEVICE uint32_t min_bf162(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-DEVICE uint32_t max_bf162(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
-/* 16-byte asynchronous copies of n floats by all threads. */
-DEVICE void stage(float *to, const float *from, int n, int n_threads) {
-    for (int i = 4 * threadIdx.x; i < n; i += 4 * n_threads)
+/* 16-byte asynchronous copies of n floats by n_threads threads, of which this is one. */
+DEVICE void stage(float *to, const float *from, int n, int thread, int n_threads) {
+    for (int i = 4 * thread; i < n; i += 4 * n_threads)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i)), "l"(from + i)
                      : "memory");
 }
@@ -132,13 +120,6 @@ DEVICE int place_to_settle(const AppendParams &p, int row, RowPlace *at) {
         before += total;
     }
     return before;
-}
-
-/* Of the tokens, or of the rows to settle. */
-DEVICE int place_of_row(const AppendParams &p, int row, RowPlace *at) {
-    if (!p.seqs) return place_to_settle(p, row, at);
-    *at = place_of_token(p, row);
-    return p.n_tokens;
 }
 
 DEVICE int slot_of(const AppendParams &p, const RowPlace &at) { return at.valid && p.slots ? load_int(p.slots + at.seq) : at.seq; }

@@ -9,21 +9,33 @@
 #ifndef OSCAR_CUDA_APPEND_LANES_CUH
 #define OSCAR_CUDA_APPEND_LANES_CUH
 
+#include "append_chunk.cuh"
 #include "append_feedback.cuh"
 #include "append_sorted.cuh"
 
-/* Words of shared memory of 32 rows of keys and 32 of values. */
+/* Words of shared memory of 128 rows of keys and as many of values: values, the metric, then what four pairs of warps have. */
 struct LanesShape {
     static constexpr int D = 128, SIDE_WARPS = 4, ROWS = 32 * SIDE_WARPS; /* of each side */
-    static constexpr int X = D / 2 * 32, C = D / 4 * 32, E = D * 32; /* see FeedbackRows; X: halves of x too */
-    static constexpr int KEYS = 0, VALUES = X, HALVES = 2 * X, CODES = 3 * X, ERRORS = CODES + C, HAND = ERRORS + E;
-    static constexpr int PAIR = HAND + N_HAND * 32;
-    static_assert(2 * X + 32 * 32 <= C + E, "sums of values");
-    static constexpr int WORDS = LAYOUT_FEEDBACK_FLOATS + SIDE_WARPS * PAIR;
-    /* Before there are codes and errors both sides have 32 rows as they come there, [32][64] words, then these. */
-    DEVICE static int staged(int side) { return CODES + side * X; }
-    DEVICE static int sorted(int side) { return side ? CODES + X : HALVES; }
-    DEVICE static int sums(int side) { return CODES + side * 2 * X; } /* [32][32] */
+    static constexpr int X = D / 2 * 32, C = D / 4 * 32, E = D * 32;      /* of 32 rows, see FeedbackRows; X: halves of x too */
+    static constexpr int VALUES = 0, METRIC = SIDE_WARPS * X, PAIRS = METRIC + LAYOUT_FEEDBACK_FLOATS;
+    /* Of a pair. */
+    static constexpr int ERRORS = 0, CODES = E, HAND = CODES + C, KEYS = HAND + N_HAND * 32, HALVES = KEYS + X, PAIR = HALVES + X;
+    static constexpr int WORDS = PAIRS + SIDE_WARPS * PAIR;
+    /* Before a pair has codes and errors, both sides have 32 rows there as they come, [32][64] words, then in order, and sums,
+     * [32][32]. Where keys may have codes of the rows before yet, values have nothing. */
+    DEVICE static constexpr int staged(int side) { return side ? ERRORS : CODES + C - X; }
+    DEVICE static constexpr int sorted(int side) { return side ? ERRORS : HALVES; }
+    DEVICE static constexpr int sums(int side) { return side ? ERRORS + X : CODES + C - X; }
+    static constexpr int SUMS = 32 * 32;
+    static_assert(X + SUMS <= CODES + C - X, "values and keys as they come");
+    /* While tokens' rows are turned: the values' rotation; then values, turned values, later in order, and their sums; the keys'
+     * rotation, then turned keys; residuals. The metric comes when values have their parameters. */
+    using Chunk = ChunkShape<ROWS>;
+    static constexpr int VALUE_ROTATION = 0, TURNED_VALUES = METRIC, VALUE_SUMS = TURNED_VALUES + Chunk::TURNED;
+    static constexpr int KEY_ROTATION = VALUE_SUMS + SIDE_WARPS * SUMS, TURNED_KEYS = KEY_ROTATION;
+    static constexpr int RESIDUALS = KEY_ROTATION + D * D;
+    static_assert(D * D <= VALUE_SUMS && RESIDUALS + Chunk::RESIDUALS <= WORDS, "shared memory of turning");
+    static_assert(KEY_ROTATION <= PAIRS + CODES + C - X, "keys do not reach into what values have");
 };
 
 /* This lane's row: x in bf16, two channels a word. */
@@ -143,14 +155,20 @@ DEVICE void ask_for_rows(const uint16_t *row, const uint16_t *some, uint32_t *st
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* What is quantised of this lane's. */
-DEVICE void take_row(const LaneRow &w, const uint32_t *stage) {
+/* Warps of one side come here. */
+DEVICE void meet_side(int side) { asm volatile("bar.sync %0, 128;" ::"r"(1 + LanesShape::SIDE_WARPS + side) : "memory"); }
+
+/* What is quantised of this lane's. MEET: all of the side have read before one writes. */
+template <bool MEET> DEVICE void take_row(const LaneRow &w, int side, const uint32_t *stage) {
     const int lane = threadIdx.x & 31;
     const uint32_t limit = pack_bf162(ROW_LIMIT, ROW_LIMIT);
+    uint4 v[16];
+#pragma unroll
+    for (int k = 0; k < 16; k++) v[k] = *reinterpret_cast<const uint4 *>(stage + 64 * lane + 4 * (k ^ (lane & 7)));
+    if (MEET) meet_side(side);
 #pragma unroll
     for (int k = 0; k < 16; k++) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(stage + 64 * lane + 4 * (k ^ (lane & 7)));
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        const uint32_t words[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
 #pragma unroll
         for (int n = 0; n < 4; n++) w.x2(4 * k + n) = max_bf162(min_bf162(words[n], limit), limit | 0x80008000u);
     }
@@ -206,20 +224,104 @@ DEVICE void finish_values(const AppendParams &p, const LaneRow &w, const LeastSq
     }
 }
 
-/* Rows of tokens that a launch before stored, or rows to settle. */
-__global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_kernel(const __grid_constant__ AppendParams p) {
+/* Asks for the rotations of a head. */
+DEVICE void ask_for_rotations(const AppendParams &p, int head, uint32_t *words) {
     using L = LanesShape;
-    extern __shared__ __align__(16) uint32_t words[];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp / L::SIDE_WARPS, pair = warp % L::SIDE_WARPS;
-    const int head = blockIdx.x % p.n_kv_heads, row = 32 * pair + lane;
+#pragma unroll
+    for (int side = 1; side >= 0; side--) {
+        const float *rotation = p.side[side].rotation;
+        float *to = reinterpret_cast<float *>(words + (side ? L::VALUE_ROTATION : L::KEY_ROTATION));
+        if (rotation) stage(to, rotation + static_cast<size_t>(head) * L::D * L::D, L::D * L::D, threadIdx.x, L::Chunk::THREADS);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+}
+
+DEVICE void ask_for_metric(const AppendParams &p, int head, uint32_t *words, int thread, int n_threads) {
+    const float *from = p.side[0].feedback + static_cast<size_t>(head) * LAYOUT_FEEDBACK_FLOATS;
+    float *to = reinterpret_cast<float *>(words + LanesShape::METRIC);
+    if (p.side[0].feedback) stage(to, from, LAYOUT_FEEDBACK_FLOATS, thread, n_threads);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Leaves values of 128 tokens, turned, and residuals of keys in shared memory. All threads come here; rotations have been asked
+ * for. input: of values; tracked: prepared; position: of the thread's row. */
+DEVICE void turn_values(const AppendParams &p, int head, int first, ChunkInput<LanesShape::ROWS> &input,
+                        ChunkTracked<LanesShape::ROWS> &tracked, int position, uint32_t *words) {
+    using L = LanesShape;
+    float *residuals = reinterpret_cast<float *>(words + L::RESIDUALS);
+    if (p.n_tracked > 0) tracked.turn(position); /* while inputs are on their way */
+    input.store(p, p.side[1], head, first, residuals);
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();
+    input.load(p, p.side[0].in, head, first);
+    if (p.n_tracked > 0) tracked.ask(p, head, position, 0);
+    ChunkPart<L::ROWS, 8> part;
+    if (p.side[1].rotation)
+        part.turn(reinterpret_cast<float *>(words + L::VALUE_ROTATION), residuals);
+    else
+        part.copy(residuals);
+    __syncthreads(); /* rotation and residuals are not needed any more */
+    part.keep(words + L::TURNED_VALUES);
+    input.store(p, p.side[0], head, first, residuals);
+    __syncthreads();
+    if (p.n_tracked > 0) tracked.take_all(p, head, position, residuals);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+}
+
+/* Turns keys, of which the residuals are there. Warps of keys come here. */
+DEVICE void turn_keys(const AppendParams &p, uint32_t *words) {
+    using L = LanesShape;
+    const float *residuals = reinterpret_cast<float *>(words + L::RESIDUALS);
+    ChunkPart<L::ROWS, 4> part;
+    if (p.side[0].rotation)
+        part.turn(reinterpret_cast<float *>(words + L::KEY_ROTATION), residuals);
+    else
+        part.copy(residuals);
+    meet_side(0); /* turned rows take the rotation's place */
+    part.keep(words + L::TURNED_KEYS);
+    __syncwarp();
+}
+
+/* Brings rows of tokens to the overlay and to this lane; returns their tile. Keys are turned while values are quantised. */
+DEVICE uint8_t *take_tokens(const AppendParams &p, const LaneRow &w, ChunkTracked<LanesShape::ROWS> &tracked, int head, int token,
+                            const RowPlace &at, uint32_t *words) {
+    using L = LanesShape;
+    const int side = threadIdx.x / 32 / L::SIDE_WARPS, pair = threadIdx.x / 32 % L::SIDE_WARPS;
+    ChunkInput<L::ROWS> input;
+    input.load(p, p.side[1].in, head, token);
+    const int slot = slot_of(p, at);
+    uint8_t *tile = tile_of(p, at, head);
+    turn_values(p, head, token, input, tracked, at.position, words);
+    if (side == 0) turn_keys(p, words);
+    uint32_t *turned = words + (side ? L::TURNED_VALUES : L::TURNED_KEYS) + pair * L::X;
+    store_turned(p, turned, 0, 32, overlay_address(p, p.side[side], at, slot, head), token + 32 * pair);
+    __syncwarp();
+    take_row<true>(w, side, turned);
+    return tile;
+}
+
+/* Brings rows of the overlay to this lane, and the metric if it is the first time; returns their tile. */
+DEVICE uint8_t *take_settled(const AppendParams &p, const LaneRow &w, int head, const RowPlace &at, bool first, uint32_t *words,
+                             uint32_t *rows) {
+    const int side = threadIdx.x / 32 / LanesShape::SIDE_WARPS;
     const AppendSide &from = p.side[side];
-    float *metric = reinterpret_cast<float *>(words);
-    uint32_t *own = words + LAYOUT_FEEDBACK_FLOATS + pair * L::PAIR;
-    const LaneRow w = {own + (side ? L::VALUES : L::KEYS) + lane};
-    uint32_t *stage_rows = own + L::staged(side);
-    SortedRow sorted;
-    sorted.words = own + L::sorted(side) + lane;
-    sorted.sums = reinterpret_cast<float *>(own + L::sums(side)) + lane;
+    ask_for_rows(at.valid ? overlay_of<128>(p, from, at, slot_of(p, at), head) : nullptr, from.overlay, rows);
+    uint8_t *tile = tile_of(p, at, head);
+    if (first) {
+        ask_for_metric(p, head, words, threadIdx.x, blockDim.x); /* which is needed later, behind the first rows */
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+    __syncwarp();
+    take_row<false>(w, side, rows);
+    return tile;
+}
+
+/* What a pair of warps has for error feedback. */
+DEVICE FeedbackRows feedback_of(uint32_t *own, int pair) {
+    using L = LanesShape;
     FeedbackRows feedback;
     feedback.x = own + L::KEYS;
     feedback.c = reinterpret_cast<uint8_t *>(own + L::CODES);
@@ -227,27 +329,55 @@ __global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_ker
     feedback.halves = reinterpret_cast<uint8_t *>(own + L::HALVES);
     feedback.hand = reinterpret_cast<float *>(own + L::HAND);
     feedback.pair = pair;
+    return feedback;
+}
+
+/* TOKENS: rows of tokens, stored in the overlay too; otherwise rows of the overlay that are to be settled. */
+template <bool TOKENS>
+__global__ void __launch_bounds__(64 * LanesShape::SIDE_WARPS, 1) code_lanes_kernel(const __grid_constant__ AppendParams p) {
+    using L = LanesShape;
+    extern __shared__ __align__(16) uint32_t words[];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp / L::SIDE_WARPS, pair = warp % L::SIDE_WARPS;
+    const int head = blockIdx.x % p.n_kv_heads, row = 32 * pair + lane;
+    const AppendSide &from = p.side[side];
+    const float *metric = reinterpret_cast<float *>(words + L::METRIC);
+    uint32_t *own = words + L::PAIRS + pair * L::PAIR;
+    const LaneRow w = {(side ? words + L::VALUES + pair * L::X : own + L::KEYS) + lane};
+    SortedRow sorted;
+    sorted.words = (TOKENS && side ? words + L::TURNED_VALUES + pair * L::X : own + L::sorted(side)) + lane;
+    sorted.sums = reinterpret_cast<float *>(TOKENS && side ? words + L::VALUE_SUMS + pair * L::SUMS : own + L::sums(side)) + lane;
+    const FeedbackRows feedback = feedback_of(own, pair);
+    ChunkTracked<L::ROWS> tracked;
+    if (TOKENS) ask_for_rotations(p, head, words);
+    if (TOKENS && p.n_tracked > 0) tracked.prepare(p, head, 0);
     let_next_kernel_start();
     wait_for_kernel_before();
     bool first = true;
 #pragma unroll 1
     for (int group = blockIdx.x / p.n_kv_heads;; group += from.n_ctas) {
         RowPlace at;
-        if (group * L::ROWS >= place_of_row(p, group * L::ROWS + row, &at)) return;
-        ask_for_rows(at.valid ? overlay_of<128>(p, from, at, slot_of(p, at), head) : nullptr, from.overlay, stage_rows);
-        /* The metric, which is needed later, behind the first rows. */
-        if (first && p.side[0].feedback)
-            stage(metric, p.side[0].feedback + static_cast<size_t>(head) * LAYOUT_FEEDBACK_FLOATS, LAYOUT_FEEDBACK_FLOATS,
-                  blockDim.x);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-        uint8_t *tile = tile_of(p, at, head);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        __syncwarp();
-        take_row(w, stage_rows);
+        uint8_t *tile;
+        if constexpr (TOKENS) {
+            if (group * L::ROWS >= p.n_tokens) return;
+            if (!first) {
+                __syncthreads(); /* all have their codes */
+                ask_for_rotations(p, head, words);
+                if (p.n_tracked > 0) tracked.prepare(p, head, 0);
+            }
+            at = place_of_token(p, group * L::ROWS + row);
+            tile = take_tokens(p, w, tracked, head, group * L::ROWS, at, words);
+        } else {
+            if (group * L::ROWS >= place_to_settle(p, group * L::ROWS + row, &at)) return;
+            tile = take_settled(p, w, head, at, first, words, own + L::staged(side));
+        }
         __syncwarp(); /* sorted rows take the place of rows as they came */
         sorted.sort(w.x_);
         const LeastSquares found = sorted_least_squares(sorted, w.x_, levels_of(from.bits));
-        if (first) {
+        if (TOKENS && side == 1) { /* the metric takes the place of values in order */
+            meet_side(1);
+            ask_for_metric(p, head, words, threadIdx.x - 32 * L::SIDE_WARPS, 32 * L::SIDE_WARPS);
+        }
+        if (TOKENS || first) {
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncthreads();
         }

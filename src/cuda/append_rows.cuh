@@ -517,7 +517,7 @@ DEVICE void finish_round(Row<D, WIDE> &w, const Levels &q, const AppendMetric &m
 #pragma unroll
     for (int g = 0; g < R::G; g++) {
 #pragma unroll
-        for (int m = 0; m < R::N; m++) pushed[g][m] *= q.levels; /* of several groups */
+        for (int m = 0; m < R::N && R::G > 1; m++) pushed[g][m] *= q.levels;
         refit_group(w, metric, g, pushed[g]);
     }
 }
@@ -530,7 +530,7 @@ template <int D> DEVICE void round_ldlq(Row<D, false> &w, const Levels &q, const
     for (int m = 0; m < R::N; m++) {
         t[m] = w.x[m];
 #pragma unroll
-        for (int g = 0; g < R::G; g++) pushed[g][m] = 0;
+        for (int g = 0; g < R::G && R::G > 1; g++) pushed[g][m] = 0;
     }
     __syncwarp();
     if constexpr (R::CHUNKS > 3) ldlq_chunk<D, 3>(w, q, metric, t, pushed[R::G - 1]);
@@ -604,8 +604,6 @@ DEVICE void round_ldlq(Row<128, true> &w, const Levels &q, const AppendMetric &m
     float t[4], product[1][8], rounded[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
     for (int n = 0; n < 4; n++) t[n] = w.upper ? w.x[4 + n] : w.x[n];
-#pragma unroll
-    for (int n = 0; n < 8; n++) product[0][n] = 0;
     BlockInput in[2]; /* one is loaded while the other's block is rounded */
     in[0].load(w.shared_x, metric, 120);
     /* metric_row() for the chunk of this lane's half, then for the lower one. */

@@ -77,9 +77,20 @@ DEVICE uint32_t pack_bf162(float lo, float hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
     return r;
 }
-DEVICE uint32_t mul_bf162(uint32_t a, uint32_t b) {
+DEVICE uint32_t fma_bf162(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+DEVICE uint32_t mul_bf162(uint32_t a, uint32_t b) { return fma_bf162(a, b, 0x80008000u); }
+DEVICE uint32_t min_bf162(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+DEVICE uint32_t max_bf162(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 DEVICE float bf16_low(uint32_t u) { return __uint_as_float(u << 16); }

@@ -3,6 +3,8 @@
  * against codes made at once, byte by byte.
  *
  * Exit status 77 without a GPU. OSCAR_CUDA_TEST_QUICK=1 keeps to a few small cases, for sanitizers.
+ *
+ *   test_append [HEAD_DIM [PART]]   PART: few, rows, many or settle
  */
 #include <limits.h>
 
@@ -12,7 +14,12 @@
 #include "oracle.h"
 #include "reference.h"
 
-static int n_failures;
+static int n_cases, n_failures;
+static int only_d;            /* 0: all */
+static const char *only_part; /* NULL: all */
+static bool wanted(int d, const char *part) {
+    return (only_d == 0 || only_d == d) && (!only_part || !strcmp(only_part, part));
+}
 
 struct Case {
     int d, n_kv_heads, n_tokens, n_tracked, recipe, ldlq, gain;
@@ -367,7 +374,9 @@ static void compare_token(const Subject &s, const Tokens &tokens, int t, const T
 }
 
 /* Appends two sequences at once and compares with the CPU; then the same with codes made later, in two pieces. */
-static void run_case(const Case &c, uint64_t seed, bool exact = true) {
+static void run_case(const char *part, const Case &c, uint64_t seed, bool exact = true) {
+    if (!wanted(c.d, part)) return;
+    n_cases++;
     const Subject s(c, 5, 704, seed);
     Random random(seed * 31 + 7);
     const int n = c.n_tokens;
@@ -423,7 +432,9 @@ static size_t touched_rows(const Subject &s, const Table &table, const Store &st
 
 /* Ragged sequences that grow by a token or by chunks, around page edges and several times around the ring; codes are
  * made later in random pieces, of which some are empty. n_positions: the launch's hint, which also picks the kernel. */
-static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uint64_t seed, bool exact = true) {
+static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uint64_t seed, bool exact = true, int longest = 400) {
+    if (!wanted(c.d, "settle")) return;
+    n_cases++;
     const int ends[] = {0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 383, 400}, ring = 128, chunk = 40;
     const Subject s(c, sink, ring, seed);
     Random random(seed * 131 + 11);
@@ -431,7 +442,7 @@ static void run_ragged(const Case &c, int n_seqs, int sink, int n_positions, uin
     const Store now(s, n_seqs * table.stride, n_seqs), later(s, n_seqs * table.stride, n_seqs);
     Settle settle(s, table, later, n_positions);
     std::vector<int> length(n_seqs, 0), coded(n_seqs, 0), end(n_seqs);
-    for (int i = 0; i < n_seqs; i++) end[i] = ends[(i + seed) % 12];
+    for (int i = 0; i < n_seqs; i++) end[i] = std::min(longest, ends[(i + seed) % 12]);
     size_t wrong_bad = 0, touched = 0, n_steps = 0;
     for (bool more = true; more; n_steps++) {
         Tokens tokens;
@@ -477,6 +488,16 @@ static void check_arguments(void) {
     oscar_cuda_settle_args b = OSCAR_CUDA_SETTLE_ARGS_INIT;
     a.codes_later = 2;
     bool good = oscar_cuda_append(s.layer, &a, NULL, &error) == OSCAR_ERROR_ARGUMENT && strstr(error.message, "codes_later");
+    const std::vector<float> some(64);
+    const std::vector<int> zero(1);
+    void *device = upload(some), *zeros = upload(zero);
+    a.codes_later = a.n_tokens = 1;
+    a.k = (uint8_t *)device + 2;
+    a.v = a.overlay_k = a.overlay_v = device;
+    a.seqs = a.positions = (int *)zeros;
+    good = good && oscar_cuda_append(s.layer, &a, NULL, &error) == OSCAR_ERROR_ARGUMENT && strstr(error.message, "multiples of 16");
+    cudaFree(device);
+    cudaFree(zeros);
     b.n_seqs = 1;
     good = good && oscar_cuda_settle(s.layer, &b, NULL, &error) == OSCAR_ERROR_ARGUMENT && strstr(error.message, "NULL");
     b.struct_size = 1;
@@ -491,7 +512,7 @@ static void run_ragged_cases(bool quick, uint64_t seed) {
         for (int hint : {1, 64, 4096}) { /* at head_dim 128 the last ones have a row on every lane */
             const bool many = d == 128 && (hint == 4096 || (hint == 64 && !quick));
             run_ragged({d, 2, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, n_seqs, hint == 64 ? 70 : 5,
-                       hint, seed++, !many);
+                       hint, seed++, !many, quick ? 140 : 400);
             if (quick) continue;
             run_ragged({d, 1, 0, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 3, 4}, n_seqs, 5, hint, seed++);
             run_ragged({d, 2, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 2}, n_seqs, 5, hint, seed++,
@@ -501,42 +522,52 @@ static void run_ragged_cases(bool quick, uint64_t seed) {
             run_ragged({d, 1, 0, 8, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, n_seqs, 64, hint, seed++);
             run_ragged({d, 2, 0, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, n_seqs, 5, hint, seed++);
         }
+    if (quick) return;
+    /* So many heads that append too has a row on every lane, in steps of many tokens. */
+    run_ragged({128, 8, 0, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 2, 2}, n_seqs, 70, 64, seed++, false);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         fprintf(stderr, "SKIPPED: no CUDA device, append on GPUs is NOT tested\n");
         return 77;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
+    only_d = argc > 1 ? atoi(argv[1]) : 0;
+    only_part = argc > 2 ? argv[2] : NULL;
     uint64_t seed = 1;
     check_arguments();
     /* Up to 64 tokens a row is a warp's at head_dim 128. */
     const bool quick = getenv("OSCAR_CUDA_TEST_QUICK") != NULL;
-    for (int n : {quick ? 130 : 700, quick ? 7 : 61})
+    for (int n : {quick ? 70 : 700, quick ? 7 : 61})
         for (int d : {128, 64, 256}) {
-            run_case({d, 2, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
-            run_case({d, 2, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
-            run_case({d, 1, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
-            run_case({d, 2, n, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, seed++);
-            run_case({d, 1, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
-            run_case({d, 1, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++);
-            run_case({d, 1, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
-            run_case({d, 2, std::min(n, 40), 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+            const char *part = n > 64 ? "rows" : "few";
+            run_case(part, {d, 2, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+            run_case(part, {d, 2, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+            run_case(part, {d, 1, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 1, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++);
+            run_case(part, {d, 2, n, 0, OSCAR_RECIPE_ZOO, 0, 0, 0, 1, OSCAR_DTYPE_BF16, 0.96f, 2, 2}, seed++);
+            run_case(part, {d, 1, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+            run_case(part, {d, 1, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++);
+            run_case(part, {d, 1, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++);
+            run_case(part, {d, 2, std::min(n, 40), 16, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
         }
-    if (!quick) { /* so many that a lane has a row */
-        const int d = 128, n = 1090, h = 8;
-        run_case({d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
-        run_case({d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 2, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
-        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
-        run_case({d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 0, 0, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
-        run_case({d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+    const int d = 128, h = 8, n = quick ? 530 : 1090; /* so many that a lane has a row */
+    if (quick) {
+        run_case("many", {d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
+    } else {
+        run_case("many", {d, h, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
+        run_case("many", {d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 0, 1, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
+        run_case("many", {d, h, n, d / 2, OSCAR_RECIPE_DEFAULT, 1, 0, 2, 0, OSCAR_DTYPE_F32, 1.0f, 2, 2}, seed++, false);
+        run_case("many", {d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+        run_case("many", {d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 3, 4}, seed++, false);
+        run_case("many", {d, h, n, 0, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
+        run_case("many", {d, h, n, 0, OSCAR_RECIPE_DEFAULT, 0, 0, 0, 1, OSCAR_DTYPE_F16, 1.0f, 4, 3}, seed++, false);
+        run_case("many", {d, h, n, 8, OSCAR_RECIPE_DEFAULT, 1, 1, 1, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++);
+        /* Twice 128 tokens a CTA. */
+        run_case("many", {d, 20, n, 16, OSCAR_RECIPE_DEFAULT, 1, 1, 2, 1, OSCAR_DTYPE_BF16, 1.0f, 2, 2}, seed++, false);
     }
     run_ragged_cases(quick, seed);
-    printf("%d failures\n", n_failures);
+    printf("%d cases, %d failures\n", n_cases, n_failures);
     return n_failures != 0;
 }
