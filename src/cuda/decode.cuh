@@ -52,12 +52,22 @@ DEVICE void fetch_constant(void *to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
+template <class C> DEVICE void fetch_table(const SegmentData<C> &s, const uint4 *tables, int head, int size) {
+    const uint4 *table = tables + static_cast<size_t>(head) * size;
+    for (int i = thread_index(); i < size; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+}
+
 /* Starts the copies of what the key bias of a head is made of; cp.async.wait_all ends them. */
 template <class C, int MODE>
 DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
     const int steps = p.bias_steps, size = steps * C::BIAS_BLOCKS * 64, tid = thread_index();
-    const uint4 *table = (C::MIRRORED || MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table) + static_cast<size_t>(head) * size;
-    for (int i = tid; i < size; i += C::THREADS) fetch_constant(s.bias_table + i, table + i);
+    if constexpr (C::RUNS) {
+        if (p.bias_long_runs) fetch_table<C>(s, p.bias_runs, head, run_lines(steps, false));
+        else fetch_table<C>(s, p.bias_short_runs, head, run_lines(steps, true));
+        if (tid < steps * 2) fetch_constant(s.run_half + 4 * tid, p.bias_half + head * steps * 8 + 4 * tid);
+    } else {
+        fetch_table<C>(s, C::MIRRORED || MODE == MODE_BIAS_16 ? p.bias_waves : p.bias_table, head, size);
+    }
     if (tid == 0)
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(s.bias_unit)), "l"(p.bias_units + head)
                      : "memory");
@@ -89,11 +99,16 @@ template <class C> struct BiasItem {
     }
     DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int i) const {
         const int tile = i / 32 % C::TILES, column = (i & 31) >> 2, row = column_row<C>(tile, column);
-        const float up = s.query_scale[row];
+        const float up = C::RUNS ? s.query_scale[row] * (s.query_unit[row] * RUN_UNIT) : s.query_scale[row];
         const float a0 = q_value<C>(p, q[0], 0), a1 = q_value<C>(p, q[1], 0);
         const float b0 = q_value<C>(p, q[2], 0), b1 = q_value<C>(p, q[3], 0);
-        s.bias_query[i] = make_float4((a0 * nu.x + a1 * nu.y) * up, (a1 * nu.x - a0 * nu.y) * up,
-                                      (b0 * nu.z + b1 * nu.w) * up, (b1 * nu.z - b0 * nu.w) * up);
+        const float4 z = make_float4((a0 * nu.x + a1 * nu.y) * up, (a1 * nu.x - a0 * nu.y) * up,
+                                     (b0 * nu.z + b1 * nu.w) * up, (b1 * nu.z - b0 * nu.w) * up);
+        s.bias_query[i] = z;
+        const int step = i / (C::TILES * 32) - 2;
+        if (C::RUNS && step >= 0)
+            reinterpret_cast<uint2 *>(s.run_query)[2 * ((step / 2 * C::TILES + tile) * 32 + (i & 31)) + (step & 1)] =
+                make_uint2(pack_half2(z.x, z.y), pack_half2(z.z, z.w));
         if (tile >= C::FULL && (column & 1)) return; /* the same row again */
         const float size = sqrt_fast((a0 * a0 + a1 * a1) * (nu.x * nu.x + nu.y * nu.y)) +
                            sqrt_fast((b0 * b0 + b1 * b1) * (nu.z * nu.z + nu.w * nu.w));
@@ -240,6 +255,7 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
     if (MODE != MODE_PLAIN && thread_index() < 16) s.bias_sums[thread_index()] = 0;
     if (C::BYTES || has_bias<MODE>(p)) __syncthreads(); /* queries and their scales */
     if (C::BYTES && warp < C::COLUMNS) put_byte_query<C, MODE>(s, warp, lane);
+    if (C::RUNS) __syncthreads(); /* units of these */
     if (has_bias<MODE>(p)) {
         const int n_items = p.bias_steps * C::TILES * 32;
 #pragma unroll
@@ -253,6 +269,13 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
         }
     }
     __syncthreads();
+    if constexpr (C::RUNS) { /* where biases turn out to need it, the table of short runs in place of that of long ones */
+        if (p.bias_long_runs && has_large_bias<C>(s, lane)) {
+            fetch_table<C>(s, p.bias_short_runs, to.head, run_lines(p.bias_steps, true));
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncthreads();
+        }
+    }
 }
 
 template <class C> DEVICE Target target_of(const DecodeParams &p, const Place &at) {
@@ -276,7 +299,9 @@ template <class C> __host__ __device__ constexpr int ring_bytes() {
     return C::WARPS * C::STAGES * C::STAGE;
 }
 template <class C> __host__ __device__ constexpr int area_bytes(int bias_steps) {
-    const int segment = bias_steps * bias_step_bytes<C>() + query_bytes<C>() + C::WARPS * bias_own<C>(bias_steps) * 512;
+    const int bias = C::RUNS ? run_bytes<C>(bias_steps)
+                             : bias_steps * bias_step_bytes<C>() + C::WARPS * bias_own<C>(bias_steps) * 512;
+    const int segment = bias + query_bytes<C>();
     return ((segment > Merge<C>::BYTES ? segment : Merge<C>::BYTES) + 127) / 128 * 128;
 }
 template <class C> __host__ __device__ constexpr int shared_bytes(int bias_steps) {
@@ -289,8 +314,9 @@ DEVICE uint32_t look_up(const DecodeParams &p, int start, int end, const Place &
                         int first, int warp, int lane) {
     const int item = start + warp + (first + lane) * C::WARPS;
     if (item >= end) return 0u;
-    return item < place.base + items.count() ? source_in_segment(p, item, place, items)
-                                             : source_beyond(p, item, place);
+    constexpr int RUN_WARPS = C::RUNS ? C::WARPS : 0;
+    return item < place.base + items.count() ? source_in_segment<RUN_WARPS>(p, item, place, items)
+                                             : source_beyond<RUN_WARPS>(p, item, place);
 }
 template <class C> DEVICE uint32_t look_up_ahead(const DecodeParams &p, const Control &ctl, int first) {
     return look_up<C>(p, ctl.start, ctl.end, ctl.place, ctl.items, first, threadIdx.x >> 5, threadIdx.x & 31);
@@ -351,7 +377,7 @@ template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int l
 
 template <class C, int MODE>
 DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
-                      uint8_t *stages, int n_units, int unit, bool large) {
+                      uint8_t *stages, int n_units, int unit, Bias<C, MODE> &start) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int first_row = target_of<C>(p, ctl.place).first_row;
 #pragma unroll 1
@@ -360,18 +386,41 @@ DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, u
         const bool sink = unit < ctl.items.n_sink;
         const int row = sink ? ctl.items.sink_first + unit : ctl.items.recent_first + unit - ctl.items.n_sink;
         attend_unit<C, MODE>(rows, area, p, stages + feeder.ring.stage * C::STAGE, sink ? ITEM_SINK : ITEM_RECENT,
-                             8 * row, ctl.place.length, first_row, warp, lane, large);
+                             8 * row, ctl.place.length, first_row, warp, lane, start);
         feeder.refill(p, ctl, lane);
     }
 }
 
-/* score: what the scores of the tile begin with. */
-template <class C, int MODE>
+/* score: what the scores of the tile begin with, where `bias` does not say it. */
+template <class C, int MODE, class BIAS>
 DEVICE void run_tile(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, const Control &ctl, uint8_t *stages, int page,
-                     bool masked, float (&score)[8][C::COLUMNS]) {
+                     bool masked, float (&score)[8][C::COLUMNS], BIAS &bias) {
     feeder.ring.wait();
-    attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page, masked, score);
+    attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page, masked, score, bias);
     feeder.refill(p, ctl, threadIdx.x & 31);
+}
+
+/* Tiles of this warp from place `tile` of the list on, by runs of pages. clear: pages that every row sees whole. */
+template <class C, int MODE, bool LOW>
+DEVICE void run_runs(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
+                     uint8_t *stages, int tile, int n_tiles, const Span &clear, RunBias<C> &runs) {
+    const SegmentData<C> s = segment_data<C>(area, p.bias_steps);
+    float score[8][C::COLUMNS];
+#pragma unroll 1
+    while (n_tiles > 0) {
+        int left;
+        const int first = ctl.items.tile_first + page_of_tile<C::WARPS>(tile, ctl.items.n_tiles, left);
+        const int n = min(min(left, n_tiles), RunBias<C>::template pages<LOW>());
+        runs.template make<LOW>(s, p, first, threadIdx.x & 31);
+#pragma unroll 1
+        for (int k = 0; k < n; k++) {
+            const int page = first + k;
+            TileBias<C, LOW> bias(s, k);
+            run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear.first || page >= clear.last, score, bias);
+        }
+        tile += n * C::WARPS;
+        n_tiles -= n;
+    }
 }
 
 template <class C, int MODE>
@@ -384,30 +433,36 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     const int first = ctl.start + static_cast<int>(threadIdx.x >> 5) +
                       items_of_warp<C>(ctl, ctl.start, from) * C::WARPS - base;
     const int n_units = items_of_warp<C>(ctl, from, middle);
-    Beginnings<C, MODE> beginnings;
+    Bias<C, MODE> beginnings;
     beginnings.start(area, p);
     if (C::FOUR_ROWS && from < middle) split_query<C>(segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps));
-    if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first, beginnings.large);
+    if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first, beginnings);
     int n_tiles = items_of_warp<C>(ctl, middle, to);
     int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
     /* Pages that every row sees whole. */
     const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
     const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
     float score[8][C::COLUMNS];
+    NoTileBias<C> none;
     if constexpr (MODE == MODE_PLAIN) {
 #pragma unroll 1
         for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
 #pragma unroll
             for (int k = 0; k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] = rows.q_const[k % C::COLUMNS];
-            run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score);
+            run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score, none);
         }
+    } else if constexpr (C::RUNS) {
+        const int tile = page - ctl.items.tile_first;
+        const Span clear = {clear_first, clear_last};
+        if (beginnings.large) run_runs<C, MODE, true>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
+        else run_runs<C, MODE, false>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
     } else {
 #pragma unroll 1
         while (n_tiles > 0) {
             beginnings.make(rows, area, p, page, score);
 #pragma unroll 1
             for (int k = 0;; k++) {
-                run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score);
+                run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score, none);
                 n_tiles--;
                 page += C::WARPS;
                 if (n_tiles == 0 || k == C::BIAS_PAGES - 1) break;

@@ -7,7 +7,10 @@
 
 static bool plan_decode(const oscar_cuda_layer *layer, int n_q_tokens, bool capped, DecodePlan *plan) {
     const int rows = layer->n_q_heads / layer->n_kv_heads * n_q_tokens;
-    const DecodeNeeds needs = {rows, layer->bulk, layer->wgmma, capped, layer->bits_k > 2 || layer->bits_v > 2, layer->bias_steps};
+    /* Pairs too fast for runs of pages: kernels for more bits make the bias a page at a time. */
+    const bool fast = layer->bulk && rows > 4 && layer->head_dim <= 128 && layer->bias_steps > 2 && !layer->bias_short_runs && !capped;
+    const bool high = layer->bits_k > 2 || layer->bits_v > 2 || fast;
+    const DecodeNeeds needs = {rows, layer->bulk, layer->wgmma, capped, high, layer->bias_steps};
     bool ok = false;
     switch (layer->head_dim) {
     case 64: ok = (needs.high ? decode_plan_high_d64 : decode_plan_d64)(plan, &needs); break;
@@ -87,6 +90,10 @@ static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_de
     p.v_rotation_t = a->out_rotated ? NULL : layer->v_rotation_t;
     p.bias_table = (const uint4 *)layer->bias_table;
     p.bias_waves = (const uint4 *)layer->bias_waves;
+    p.bias_runs = (const uint4 *)layer->run_table;
+    p.bias_short_runs = (const uint4 *)layer->short_run_table;
+    p.bias_half = (const uint32_t *)layer->bias_half;
+    p.bias_long_runs = layer->bias_long_runs;
     p.bias_nu = (const float4 *)layer->bias_nu;
     p.bias_units = (const float *)layer->bias_units;
     p.bias_strides = (const float4 *)layer->bias_strides;

@@ -504,6 +504,11 @@ template <class C, int MODE> struct Beginnings {
         for (int k = 0; k < 8 * C::COLUMNS; k++) next[k / C::COLUMNS][k % C::COLUMNS] = 0;
     }
 
+    DEVICE void of_unit(const Rows<C> &r, const SegmentData<C> &s, const DecodeParams &p, int position, int warp, int lane,
+                        float (&score)[C::COLUMNS]) {
+        bias_unit<C, C::MIRRORED || FEW>(r, s, p, position, warp, lane, large, score);
+    }
+
     /* Of the tile of `page` and what take_next() gives. */
     DEVICE void make(const Rows<C> &r, uint8_t *area, const DecodeParams &p, int page, float (&score)[8][C::COLUMNS]) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

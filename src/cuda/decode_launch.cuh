@@ -23,9 +23,18 @@ template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds 
     return true;
 }
 
+/* How a configuration makes the bias of more than 16 pairs. */
+template <class C, bool RUNS> struct ManyPairs {
+    typedef C Form;
+};
+template <class C> struct ManyPairs<C, true> {
+    typedef Runs<C> Form;
+};
+
 template <class C> bool plan_kernel(DecodePlan *plan, const DecodeNeeds *needs) {
+    typedef typename ManyPairs<C, C::MIRRORED>::Form Many;
     return needs->capped           ? plan_mode<C, MODE_BIAS_CAP>(plan, needs)
-           : needs->bias_steps > 2 ? plan_mode<C, MODE_BIAS>(plan, needs)
+           : needs->bias_steps > 2 ? plan_mode<Many, MODE_BIAS>(plan, needs)
            : needs->bias_steps     ? plan_mode<C, MODE_BIAS_16>(plan, needs)
                                    : plan_mode<C, MODE_PLAIN>(plan, needs);
 }

@@ -14,6 +14,15 @@
 /* Most floats of a CTA's partial result: 16 rows of 128 channels, 8 of 256. */
 #define DECODE_MAX_SLOT_FLOATS 2048
 
+/* Pages of a run, whose key bias is products with one table: RUN_PAGES where high halves are enough, SHORT_RUN otherwise
+ * (decode_runs.cuh). */
+#define RUN_PAGES 4
+#define SHORT_RUN 2
+/* Lines of 16 bytes of a step of 16 of such a table's products: of high halves, or high and low ones of half as many pages. */
+#define RUN_LINES (RUN_PAGES * 128)
+/* Those of a table: three steps, then what slow pairs are made of. steps: of 8 pairs, more than two. */
+__host__ __device__ constexpr int run_lines(int steps, bool all) { return 3 * RUN_LINES + (steps - 2) * (all ? 32 : 16); }
+
 /* H = n_kv_heads, d = head_dim. */
 typedef struct DecodeParams {
     const uint8_t *pages;  /* [n_pages, H, tile_bytes] */
@@ -57,6 +66,12 @@ typedef struct DecodeParams {
     float scale_log2;   /* logit scale times log2 e */
     float softcap_log2; /* cap times log2 e; 0: off */
     int unit_pad; /* one sequence: eighths of a tile that a unit of BF16 tokens costs more than a tile */
+
+    /* More than 16 pairs, by runs of pages (decode_runs.cuh): */
+    const uint4 *bias_runs;       /* [H, run_lines(bias_steps, false)] tables of runs of RUN_PAGES */
+    const uint4 *bias_short_runs; /* [H, run_lines(bias_steps, true)] of SHORT_RUN, with low halves */
+    const uint32_t *bias_half;    /* [H, 8 bias_steps] turns of half a page, 32 bits after the point */
+    int bias_long_runs;           /* whether pairs are slow enough for the first */
 } DecodeParams;
 
 /* How a launch of one head_dim looks for a number of rows (query heads x tokens of a KV head). */

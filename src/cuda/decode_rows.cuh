@@ -52,11 +52,17 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
     /* Pages whose key bias is made at once: the warp's next page is in the odd columns, with at most 4 rows, or lies
      * mirrored to this one about the middle between them (MIRRORED, where shared memory has room for that table). */
-    static constexpr bool MIRRORED = FULL > 0 && BULK && !HIGH && D <= 128;
+    static constexpr bool MIRRORED = FULL > 0 && BULK && !HIGH && D <= 128, RUNS = false;
     static constexpr int COLUMN_PAGES = FULL == 0 ? 2 : 1, BIAS_PAGES = FULL == 0 || MIRRORED ? 2 : 1;
     static constexpr int BIAS_STRIDE = BIAS_PAGES * WARPS; /* pages from one making to the next */
     static constexpr int BIAS_BLOCKS = MIRRORED ? 4 : 2;   /* of 16 rows of the table */
     static constexpr int BIAS_STEPS = TILES == 1 && D <= 128 && !MIRRORED ? D / 16 : 0; /* that registers have room for */
+};
+
+/* The same with more than 16 pairs whose bias is made of a table for a run of pages (decode_runs.cuh). */
+template <class C> struct Runs : C {
+    static constexpr bool RUNS = true, MIRRORED = false;
+    static constexpr int BIAS_PAGES = 1, BIAS_STRIDE = C::WARPS, BIAS_BLOCKS = 2, BIAS_STEPS = 0;
 };
 
 #define MASKED -3.0e38f
@@ -65,6 +71,11 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
 /* The running maximum is raised when a score exceeds it by more than this (log2): p stays <= 32, so
  * that p times a step below 2047 is an fp16 number. */
 #define RAISE_ABOVE 5.0f
+
+/* C::RUNS: the key bias is in the unit of raw scores of its row, times this, and raw scores are over the head's unit. A channel
+ * of a query is below 2^10 before it is rotated and nu at most 16, so that the query's unit, at most 2^14, makes an fp16 number
+ * of their product. (The largest of 128 rotated channels is at least a 16th of the largest before, so a row's unit is less.) */
+#define RUN_UNIT (1.0f / 8192)
 
 template <class C> struct Rows {
     uint32_t q[C::QUERY_TILES][C::QUERY_WORDS / 4][4]; /* B operands */
@@ -76,6 +87,7 @@ template <class C> struct Rows {
     float row_sum[C::COLUMNS];       /* this lane's tokens only */
     float offset_sum[C::COLUMNS][C::G]; /* sum of p m, this lane's tokens only */
     float bias_unit[C::COLUMNS];     /* products of the key bias to raw scores */
+    float key_unit;                  /* C::RUNS: keys' products to raw scores; in `unit` already */
     float acc[C::TILES][C::STEPS][4];
 };
 
@@ -95,6 +107,10 @@ template <class C> struct SegmentData {
     unsigned long long *bias_turn; /* [8 steps] */
     float4 *bias_phase;            /* [WARPS, COLUMN_PAGES, 4 steps] */
     float4 *bias_own;              /* [WARPS, bias_own(), 32] what lanes leave for themselves */
+    /* C::RUNS, which has the table of runs, run_lines(), in place of bias_table: */
+    uint4 *run_query;   /* [(steps - 2) / 2, TILES, 32] bias_query of the slow pairs of two steps as halves */
+    uint32_t *run_half; /* [8 steps] turns of half a page, 32 bits after the point */
+    uint4 *run_own;     /* [WARPS, run_own(), 32] what lanes leave for themselves: B operands */
 };
 
 
@@ -116,6 +132,13 @@ template <class C> __host__ __device__ constexpr int bias_own(int steps) {
     return room < 2 * C::COLUMNS ? room : 2 * C::COLUMNS;
 }
 
+/* C::RUNS: lines of four words a lane, and bytes of what the bias takes in all. */
+template <class C> __host__ __device__ constexpr int run_own() { return 3 * C::TILES; }
+template <class C> __host__ __device__ constexpr int run_bytes(int steps) {
+    return run_lines(steps, true) * 16 + steps * (C::TILES * 512 + 64 + 32 + C::WARPS * 64) + (steps - 2) * C::TILES * 256 +
+           C::WARPS * run_own<C>() * 512;
+}
+
 template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) {
     SegmentData<C> s;
     s.bias_table = reinterpret_cast<uint4 *>(area);
@@ -124,6 +147,15 @@ template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) 
     s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_stride + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
     s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * C::COLUMN_PAGES * steps * 4);
+    if constexpr (C::RUNS) {
+        s.bias_query = reinterpret_cast<float4 *>(s.bias_table + run_lines(steps, true));
+        s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_query + steps * C::TILES * 32);
+        s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
+        s.run_own = reinterpret_cast<uint4 *>(s.bias_phase + C::WARPS * steps * 4);
+        s.run_query = s.run_own + C::WARPS * run_own<C>() * 32;
+        s.run_half = reinterpret_cast<uint32_t *>(s.run_query + (steps - 2) * C::TILES * 16);
+        s.fragments = s.run_half + steps * 8;
+    }
     s.query = reinterpret_cast<float *>(s.fragments + C::QUERY_TILES * C::QUERY_WORDS * 32);
     s.query_scale = s.query + C::ROWS * C::QUERY_STRIDE;
     s.query_mean = s.query_scale + 16;
@@ -181,11 +213,12 @@ template <class C, int MODE> DEVICE void put_byte_query(const SegmentData<C> &s,
         }
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
-    const float up = __fdividef(32512.0f, top);
+    float up = __fdividef(32512.0f, top);
+    if (C::RUNS) up = fminf(up, 1024.0f); /* see RUN_UNIT */
     if ((lane & 7) == 0) {
         const float unit = 16.0f * up;
         s.query_unit[row] = unit;
-        if (MODE != MODE_PLAIN) s.bias_row[row] = make_float2(*s.bias_unit * unit, s.query_mean[row] * s.query_scale[row] * unit);
+        if (MODE != MODE_PLAIN && !C::RUNS) s.bias_row[row] = make_float2(*s.bias_unit * unit, s.query_mean[row] * s.query_scale[row] * unit);
     }
     /* Rounded to an integer above 2^23: the high byte is the second one once 128 is added. */
     const float round = 12582912.0f + (lane & 4 ? 0.0f : 128.0f);
@@ -292,6 +325,13 @@ DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2, in
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) r.unit[i] = C::BYTES ? s.query_unit[4 * i + t] : CODE_UNIT;
     sum_query<C>(r);
+    if constexpr (C::RUNS) { /* the head's unit is a power of two */
+        r.key_unit = __int_as_float(0x7f000000 - __float_as_int(*s.bias_unit * (1.0f / RUN_UNIT)));
+#pragma unroll
+        for (int i = 0; i < C::COLUMNS; i++) r.unit[i] *= r.key_unit;
+#pragma unroll
+        for (int i = 0; i < C::COLUMNS * C::G; i++) r.q_sum[i / C::G][i % C::G] *= r.key_unit;
+    }
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const float up = s.query_scale[4 * i + t];

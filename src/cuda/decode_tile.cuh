@@ -5,7 +5,7 @@
 #ifndef OSCAR_CUDA_DECODE_TILE_CUH
 #define OSCAR_CUDA_DECODE_TILE_CUH
 
-#include "decode_bias.cuh"
+#include "decode_runs.cuh"
 
 /* --- a tile of 64 quantised tokens ------------------------------------------------------------- */
 
@@ -97,18 +97,19 @@ DEVICE void code_products(const Rows<C> &r, const uint8_t *keys, const uint8_t *
         }
 }
 
-/* Scores of 16 tokens: their products, dot(k, i, h), on top of what score begins with. */
+/* Scores of 16 tokens: their products, dot(k, i, h), on top of what score begins with. unit: of the products. */
 template <class C, class Dot>
-DEVICE void add_scaled(const Rows<C> &r, const uint8_t *params, int lane, float (*score)[C::COLUMNS], const Dot &dot) {
+DEVICE void add_scaled(const Rows<C> &r, const uint8_t *params, int lane, float unit, float (*score)[C::COLUMNS], const Dot &dot) {
 #pragma unroll
     for (int k = 0; k < C::G; k++) {
         const uint2 sm = *reinterpret_cast<const uint2 *>(params + 256 * k + 8 * (lane >> 2));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float2 f = __half22float2(bits_half2(h ? sm.y : sm.x));
+            const float step = f.x * unit;
 #pragma unroll
             for (int i = 0; i < C::COLUMNS; i++)
-                score[h][i] = fmaf(dot(k, i, h), f.x, fmaf(f.y, r.q_sum[i][k], score[h][i]));
+                score[h][i] = fmaf(dot(k, i, h), step, fmaf(f.y, r.q_sum[i][k], score[h][i]));
         }
     }
 }
@@ -117,7 +118,7 @@ DEVICE void add_scaled(const Rows<C> &r, const uint8_t *params, int lane, float 
 template <class C>
 DEVICE void add_products(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], const uint8_t *params, int lane,
                          float (*score)[C::COLUMNS]) {
-    add_scaled<C>(r, params, lane, score, [&](int k, int i, int h) {
+    add_scaled<C>(r, params, lane, 1.0f, score, [&](int k, int i, int h) {
         const float *x = &c[k][i >> 1][2 * h];
         return (i >> 1) < C::FULL ? x[i & 1] : x[0] + x[1];
     });
@@ -126,8 +127,8 @@ DEVICE void add_products(const Rows<C> &r, const float (&c)[C::G][C::TILES][4], 
 /* Of what byte_products() makes. */
 template <class C>
 DEVICE void add_dots(const Rows<C> &r, const float (&dot)[C::G][C::COLUMNS][2], const uint8_t *params, int lane,
-                     float (*score)[C::COLUMNS]) {
-    add_scaled<C>(r, params, lane, score, [&](int k, int i, int h) { return dot[k][i][h]; });
+                     float unit, float (*score)[C::COLUMNS]) {
+    add_scaled<C>(r, params, lane, unit, score, [&](int k, int i, int h) { return dot[k][i][h]; });
 }
 
 /* Prefill: scores of 16 tokens from their products. bias: [TILES][4] of this sub-tile, or what stands for
@@ -228,12 +229,12 @@ template <class C> DEVICE int column_token(const DecodeParams &p, int first_row,
     return min(divide(first_row + 4 * i + (lane & 3), p.gqa, p.gqa_magic), p.n_q_tokens - 1);
 }
 
-/* Exponents of a tile's probabilities, in log2, from its scores. */
-template <class C>
+/* Exponents of a tile's probabilities, in log2, from its scores. LACKS: these lack q . mean. */
+template <class C, bool LACKS>
 DEVICE void exponents(const Rows<C> &r, const float (&score)[8][C::COLUMNS], float (&exponent)[8][C::COLUMNS]) {
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
-        const float top = r.row_max[i] * r.scale[i];
+        const float top = (LACKS ? r.row_max[i] - r.q_const[i] : r.row_max[i]) * r.scale[i];
 #pragma unroll
         for (int n = 0; n < 8; n++) exponent[n][i] = fmaf(score[n][i], r.scale[i], -top);
     }
@@ -277,9 +278,9 @@ DEVICE void mask_tile(const DecodeParams &p, const Control &ctl, uint8_t *value_
 }
 
 /* score: what the scores begin with, see begin_scores(). */
-template <class C, int MODE>
+template <class C, int MODE, class BIAS>
 DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, uint8_t *tile, int page, bool masked,
-                        float (&score)[8][C::COLUMNS]) {
+                        float (&score)[8][C::COLUMNS], BIAS &bias) {
     const int lane = threadIdx.x & 31;
     uint8_t *params = tile + 32 * C::D;
     const uint8_t *high = tile + C::LOW_TILE;
@@ -292,9 +293,13 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
             float dot[N][C::G][C::COLUMNS][2];
 #pragma unroll
             for (int k = 0; k < N; k++) load_words<C::W>(keys + k * 4 * C::D, lane, x[k]);
+            bias.products(first);
             byte_products<C, N>(r, x, dot);
 #pragma unroll
-            for (int k = 0; k < N; k++) add_dots<C>(r, dot[k], params + 64 * (first + k), lane, &score[2 * (first + k)]);
+            for (int k = 0; k < N; k++) {
+                bias.begin(first + k, &score[2 * (first + k)]);
+                add_dots<C>(r, dot[k], params + 64 * (first + k), lane, BIAS::key_unit(r), &score[2 * (first + k)]);
+            }
             continue;
         }
         float c[N][C::G][C::TILES][4];
@@ -322,10 +327,12 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
     params += 256 * C::G;
     if (masked) mask_tile<C>(p, ctl, params, page, lane, score);
     float exponent[8][C::COLUMNS];
-    exponents<C>(r, score, exponent);
+    exponents<C, BIAS::LACKS>(r, score, exponent);
     if (__any_sync(FULL_WARP, exceeds<C>(exponent))) {
+#pragma unroll
+        for (int k = 0; BIAS::LACKS && k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] += r.q_const[k % C::COLUMNS];
         raise_maximum<C, 8>(r, score);
-        exponents<C>(r, score, exponent);
+        exponents<C, false>(r, score, exponent);
     }
     if (C::HIGH && p.bits_k > 2) high += 4 * high_sub_tile<C>(p.bits_k);
     const int high_step = C::HIGH ? high_sub_tile<C>(p.bits_v) : 0;
@@ -479,13 +486,13 @@ DEVICE void weigh_unit(Rows<C> &r, const DecodeParams &p, const uint8_t *values,
 template <class C, int MODE>
 DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
                         const uint8_t *unit, int kind, int position, int length, int first_row,
-                        int warp, int lane, bool large) {
+                        int warp, int lane, Bias<C, MODE> &start) {
     const int g = lane >> 2, t_first = length - p.n_q_tokens;
     const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
     float c[C::TILES][4], score[1][C::COLUMNS];
     if constexpr (C::FOUR_ROWS) score_four<C>(s, unit, lane, c);
     else score_unit<C>(s, unit, lane, c);
-    if constexpr (MODE != MODE_PLAIN) bias_unit<C, C::MIRRORED || MODE == MODE_BIAS_16>(r, s, p, position, warp, lane, large, score[0]);
+    if constexpr (MODE != MODE_PLAIN) start.of_unit(r, s, p, position, warp, lane, score[0]);
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;

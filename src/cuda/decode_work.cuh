@@ -176,9 +176,31 @@ DEVICE int start_of(uint32_t cta, uint32_t total) {
     return static_cast<int>(cta * total / working_ctas(total));
 }
 
+/* Tiles are dealt out to warps in turn. So that those of a warp are runs of pages, the list of tiles can have another order than
+ * pages: the page of tile i of n, both counted from the first. left: pages of its run from it on. */
+template <int WARPS> DEVICE int page_of_tile(int i, int n, int &left) {
+    constexpr int ROUND = RUN_PAGES * WARPS;
+    const int n_whole = n / ROUND * ROUND;
+    int base = i / ROUND * ROUND, length = RUN_PAGES;
+    if (i >= n_whole) { /* the last round has shorter runs, and what is left then single pages */
+        base = n_whole;
+        length = (n - n_whole) / WARPS;
+    }
+    const int turn = (i - base) / WARPS, warp = (i - base) - turn * WARPS;
+    left = max(length - turn, 1);
+    return turn < length ? base + warp * length + turn : i;
+}
+/* WARPS: 0 where the list is in the order of pages. */
+template <int WARPS> DEVICE int place_of_tile(int i, int n) {
+    int left;
+    if constexpr (WARPS > 0) return page_of_tile<WARPS>(i, n, left);
+    else return i;
+}
+
 /* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. r: the items
  * of the segment that `at` names, which has the item. */
 #define OVERLAY_ITEM 0x80000000u
+template <int RUN_WARPS = 0>
 DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &at, const Items &r) {
     const int head = divide(at.part, p.row_tiles, p.row_tiles_magic);
     const int i = item - at.base - r.units();
@@ -190,13 +212,13 @@ DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &
                              : (p.sink8 >> 3) + (r.recent_first + unit - r.n_sink) % (p.ring >> 3);
         return OVERLAY_ITEM | ((slot * p.n_kv_heads + head) * ((p.sink8 + p.ring) >> 3) + row8);
     }
-    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride + r.tile_first + i);
+    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride + r.tile_first + place_of_tile<RUN_WARPS>(i, r.n_tiles));
     return static_cast<uint32_t>(page) * p.n_kv_heads + head;
 }
 
-DEVICE uint32_t source_beyond(const DecodeParams &p, int item, Place at) {
+template <int RUN_WARPS> DEVICE uint32_t source_beyond(const DecodeParams &p, int item, Place at) {
     advance_to(p, item, at);
-    return source_in_segment(p, item, at, items_of(p, at.length));
+    return source_in_segment<RUN_WARPS>(p, item, at, items_of(p, at.length));
 }
 
 /* Positions that the query at t sees of one kind of item: [first, last). */

@@ -334,6 +334,9 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
         cudaFree(layer->mirror_waves[i]);
         cudaFree(layer->mirror_nu[i]);
     }
+    cudaFree(layer->run_table);
+    cudaFree(layer->short_run_table);
+    cudaFree(layer->bias_half);
     cudaFree(layer->k_rotation);
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);

@@ -20,11 +20,13 @@ struct oscar_cuda_layer {
     bool bulk;  /* compute capability 9.0 or later */
     bool wgmma; /* 9.0 */
     int32_t n_tracked, bias_steps, bias_split_steps, bias_even_steps, bias_odd_steps;
+    bool bias_long_runs, bias_short_runs; /* whether more than 16 pairs are slow enough for either kind of runs */
     /* For decode: see DecodeParams. */
     void *k_rotation_fragments;
     float *k_mean, *v_mean_rotated, *v_rotation_t;
     void *bias_table, *bias_waves, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
     void *mirror_waves[LAYER_N_MIRRORS], *mirror_nu[LAYER_N_MIRRORS]; /* of pages 4 (i + 2) apart */
+    void *run_table, *short_run_table, *bias_half;
     /* For append: see AppendParams in append.cu. */
     float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_feedback;
     float *append_bias_table, *append_bias_freq;

@@ -12,9 +12,9 @@
 
 #include "layer.h"
 
-/* The turn of one page (64 tokens), in 2^-64 turns: a page's angle is this times its index, mod 1. */
-static unsigned long long page_turn(double inv_freq) {
-    const long double turns = 64.0L * (long double)inv_freq / (2.0L * 3.14159265358979323846264338327950288L);
+/* The turn of some tokens in 2^-64 turns: the angle of pages is that of 64 times their number, mod 1. */
+static unsigned long long turn_of(int tokens, double inv_freq) {
+    const long double turns = tokens * (long double)inv_freq / (2.0L * 3.14159265358979323846264338327950288L);
     const long double fraction = turns - floorl(turns);
     return (unsigned long long)(fraction * 18446744073709551616.0L);
 }
@@ -65,6 +65,108 @@ static void pack_step(const Pair *pairs, int less, double first, int n_blocks, u
                 }
 }
 
+/* Functions of the distance from a run's middle, even or odd, of which waves of slow pairs are sums: the waves themselves made
+ * orthogonal, the one of which most is left first. That is close to the best basis: with a base of 1e4 and all but the 16
+ * fastest of 64 pairs, waves are off by 2e-5 over 4 pages, by 3e-10 over 2. */
+struct RunBasis {
+    static constexpr int N = 8;
+    std::vector<double> function[N]; /* [tokens after the middle], at most 1 */
+    std::vector<double> weight[N];   /* [pairs] */
+    double error = 0;                /* most that a wave is off */
+
+    RunBasis(const Pair *pairs, int n_pairs, int pages, bool odd) {
+        const int n = 32 * pages;
+        std::vector<std::vector<double>> rest(n_pairs, std::vector<double>(n));
+        for (int k = 0; k < n_pairs; k++)
+            for (int x = 0; x < n; x++) rest[k][x] = odd ? sin(pairs[k].freq * (x + .5)) : cos(pairs[k].freq * (x + .5));
+        for (int j = 0; j < N; j++) {
+            weight[j].resize(n_pairs);
+            size_t most = 0;
+            for (size_t k = 0; k < rest.size(); k++)
+                if (dot(rest[k], rest[k]) > dot(rest[most], rest[most])) most = k;
+            function[j] = rest[most];
+            for (int i = 0; i < j; i++) subtract(function[j], function[i]); /* what rounding has left of these */
+            if (dot(function[j], function[j]) < 1e-24 * n) std::fill(function[j].begin(), function[j].end(), 0.0);
+            for (int k = 0; k < n_pairs; k++) weight[j][k] = subtract(rest[k], function[j]);
+        }
+        for (const std::vector<double> &r : rest)
+            for (double x : r) error = std::max(error, fabs(x));
+        for (int j = 0; j < N; j++) {
+            double top = 0;
+            for (double x : function[j]) top = std::max(top, fabs(x));
+            for (double &x : function[j]) x = top > 0 ? x / top : 0;
+            for (double &w : weight[j]) w *= top;
+        }
+    }
+
+    static double dot(const std::vector<double> &a, const std::vector<double> &b) {
+        double sum = 0;
+        for (size_t i = 0; i < a.size(); i++) sum += a[i] * b[i];
+        return sum;
+    }
+    /* Takes from x its part along y and returns how much of y that was. */
+    static double subtract(std::vector<double> &x, const std::vector<double> &y) {
+        const double size = dot(y, y), part = size > 0 ? dot(x, y) / size : 0;
+        for (size_t i = 0; i < x.size(); i++) x[i] -= part * y[i];
+        return part;
+    }
+};
+
+static uint32_t pack_halves(double a, double b) {
+    return __half_as_ushort(__float2half_rn((float)a)) | (uint32_t)__half_as_ushort(__float2half_rn((float)b)) << 16;
+}
+static double without_half(double x) { return x - (double)__half2float(__float2half_rn((float)x)); }
+
+/* The table of one head for runs of some pages, as decode_runs.cuh has it: A operands of 16 tokens x 16, of which columns
+ * 2 t and 2 t + 1 are cos and sin of pair 2 t of a step, 2 t + 8 and 2 t + 9 of pair 2 t + 1; then of slow pairs 64 times even
+ * functions in the first eight columns, odd ones in the others. low: with low halves, [product][high, low][blocks][32][4].
+ * Then weights of slow pairs, of a lane its row's of two pairs, even and odd: halves of two steps, or floats. */
+struct RunTable {
+    double error;
+    std::vector<uint32_t> words;
+
+    RunTable(const std::vector<Pair> &pairs, int pages, bool low) {
+        const int n_slow = (int)pairs.size() - 16;
+        const RunBasis even(&pairs[16], n_slow, pages, false), odd(&pairs[16], n_slow, pages, true);
+        error = std::max(even.error, odd.error);
+        for (int product = 0; product < 3; product++)
+            for (int half = 0; half < (low ? 2 : 1); half++)
+                for (int i = 0; i < 4 * pages * 128; i++) {
+                    const int lane = i / 4 % 32, reg = i & 3, t = lane & 3;
+                    const double x = 16 * (i / 128) + (lane >> 2) + 8 * (reg & 1) + .5 - 32 * pages;
+                    double value[2];
+                    for (int e = 0; e < 2; e++)
+                        value[e] = product < 2 ? wave(pairs[8 * product + 2 * t + (reg >> 1)].freq * x, e)
+                                               : function(reg >> 1 ? odd : even, 2 * t + e, x, reg >> 1);
+                    words.push_back(half ? pack_halves(without_half(value[0]), without_half(value[1]))
+                                         : pack_halves(value[0], value[1]));
+                }
+        for (int step = 0; step < n_slow / 8; step += low ? 1 : 2)
+            for (int lane = 0; lane < 32; lane++)
+                for (int k = 0; k < 4; k++) {
+                    const int g = lane >> 2, at = 8 * step + 2 * (lane & 3);
+                    if (low) {
+                        const float w = (float)(k < 2 ? even : odd).weight[g][at + (k & 1)];
+                        uint32_t bits;
+                        memcpy(&bits, &w, 4);
+                        words.push_back(bits);
+                    } else {
+                        const std::vector<double> &w = (k & 1 ? odd : even).weight[g];
+                        words.push_back(pack_halves(w[at + 8 * (k >> 1)], w[at + 8 * (k >> 1) + 1]));
+                    }
+                }
+    }
+    static double wave(double angle, int sine) { return sine ? sin(angle) : cos(angle); }
+    static double function(const RunBasis &basis, int j, double x, bool odd) {
+        const double y = 64 * basis.function[j][(size_t)fabs(x)];
+        return odd && x < 0 ? -y : y;
+    }
+};
+
+/* Most that waves of slow pairs may be off in tables of high halves, which are off by as much themselves, and with low halves. */
+#define LONG_RUN_ERROR (1.0 / 8192)
+#define SHORT_RUN_ERROR (1.0 / 8388608)
+
 /* Steps whose table is not small: |e^{i x f} - 1| is at most 31.5 f, and fp16 keeps 11 bits, so below this the
  * high halves alone are as exact as fp32 sums. */
 #define SLOW_PAIR (1.0 / 31.5 / 128)
@@ -109,12 +211,13 @@ static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cud
 /* What goes to the device, as DecodeParams has it. n: pairs of a head, filled up. */
 struct BiasArrays {
     int steps, n, n_heads;
-    std::vector<uint32_t> table, waves, mirror_waves[LAYER_N_MIRRORS];
+    std::vector<uint32_t> table, waves, mirror_waves[LAYER_N_MIRRORS], runs, short_runs, half;
     std::vector<float> nu, units, mirror_nu[LAYER_N_MIRRORS];
     std::vector<float2> strides;
     std::vector<unsigned long long> turn;
     std::vector<int2> dims;
     int split = 0, even = 0, odd = 0; /* steps that need more than what slow pairs do */
+    double run_error = 0, short_run_error = 0;
 
     /* mirrored: for kernels that make the bias of two pages at once, one mirrored to the other. */
     BiasArrays(int n_tracked, int n_heads_, bool mirrored)
@@ -141,6 +244,16 @@ struct BiasArrays {
         }
     }
 
+    /* More than 16 pairs, mirrored kernels' other form. */
+    void put_runs(const std::vector<Pair> &pairs) {
+        const RunTable of_runs(pairs, RUN_PAGES, false), of_short_runs(pairs, SHORT_RUN, true);
+        runs.insert(runs.end(), of_runs.words.begin(), of_runs.words.end());
+        short_runs.insert(short_runs.end(), of_short_runs.words.begin(), of_short_runs.words.end());
+        run_error = std::max(run_error, of_runs.error);
+        short_run_error = std::max(short_run_error, of_short_runs.error);
+        for (const Pair &pair : pairs) half.push_back((uint32_t)(turn_of(32, pair.freq) >> 32));
+    }
+
     static void put_nu(std::vector<float> &to, size_t at, const Pair &pair, double angle, double unit) {
         const double c = cos(angle) / unit, s = sin(angle) / unit;
         to[2 * at] = (float)(pair.nu[0] * c - pair.nu[1] * s);
@@ -152,7 +265,7 @@ struct BiasArrays {
         const double f = pair.freq;
         put_nu(nu, at, pair, 31.5 * f, unit);
         for (int i = 0; i < LAYER_N_MIRRORS && !mirror_nu[i].empty(); i++) put_nu(mirror_nu[i], at, pair, (31.5 + 128 * (i + 2)) * f, unit);
-        turn[at] = page_turn(f);
+        turn[at] = turn_of(64, f);
         dims[at] = pair.dims;
         for (size_t pages = 0; pages < strides.size() / ((size_t)n_heads * n); pages++) {
             const double angle = fmod(64.0 * pages * f, 6.283185307179586);
@@ -179,6 +292,7 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         a.units[head] = (float)unit;
         pairs.resize(a.n, Pair()); /* pairs whose nu is zero */
         a.put_tables(head, pairs);
+        if (mirrored && a.steps > 2) a.put_runs(pairs);
         for (int k = 0; k < a.n; k++) a.put_pair(head, k, pairs[k], unit);
     }
     layer->n_tracked = o->n_tracked;
@@ -186,6 +300,8 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
     layer->bias_split_steps = a.split;
     layer->bias_even_steps = a.even;
     layer->bias_odd_steps = a.odd;
+    layer->bias_long_runs = !a.runs.empty() && a.run_error <= LONG_RUN_ERROR;
+    layer->bias_short_runs = !a.runs.empty() && a.short_run_error <= SHORT_RUN_ERROR;
     oscar_status status = OSCAR_OK;
     upload(&layer->bias_table, a.table, "bias table", &status, error);
     upload(&layer->bias_waves, a.waves, "bias table", &status, error);
@@ -194,6 +310,9 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         upload(&layer->mirror_waves[i], a.mirror_waves[i], "bias table", &status, error);
         upload(&layer->mirror_nu[i], a.mirror_nu[i], "k_tracked", &status, error);
     }
+    upload(&layer->run_table, a.runs, "bias table", &status, error);
+    upload(&layer->short_run_table, a.short_runs, "bias table", &status, error);
+    upload(&layer->bias_half, a.half, "bias turns", &status, error);
     upload(&layer->bias_units, a.units, "k_tracked", &status, error);
     upload(&layer->bias_strides, a.strides, "bias turns", &status, error);
     upload(&layer->bias_turn, a.turn, "bias turns", &status, error);

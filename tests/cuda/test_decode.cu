@@ -393,6 +393,19 @@ static void test_bias_sizes(int d) {
             }
 }
 
+/* All pairs, the 17th fastest of which turns by so much a token: too fast for long runs of pages, or for any (decode_runs.cuh). */
+static void test_fast_pairs(int d) {
+    for (int gqa : {8, 12, 16})
+        for (double fast : {0.13, 0.6})
+            for (double log2_units : {4.0, 18.0}) {
+                Problem p = make(d, gqa, {4133, 700, 70});
+                p.n_tracked = d / 2;
+                p.rope_base = pow(fast, -d / 32.0);
+                p.bias_size = log2_units * sqrt((double)d) / (0.9 * 1.4427 * p.n_tracked);
+                run_case("fast pairs", p, 1e-3, true);
+            }
+}
+
 static void test_long(int d) {
     if (d != 128) return;
     for (int gqa : {4, 8, 12})
@@ -507,7 +520,7 @@ int main(int argc, char **argv) {
             void (*run)(int);
         } parts[] = {{"edges", test_edges}, {"groups", test_groups},   {"features", test_features}, {"one", test_one_sequence},
                      {"bits", test_bits},   {"prefill", test_prefill}, {"graph", test_graph},       {"bias", test_large_bias},
-                     {"sizes", test_bias_sizes}, {"long", test_long}};
+                     {"sizes", test_bias_sizes}, {"fast", test_fast_pairs}, {"long", test_long}};
         for (const auto &part : parts)
             if (argc < 3 || !strcmp(argv[2], part.name)) part.run(d);
     }
