@@ -115,12 +115,13 @@ static void bias_queries(attn_decode *d, const struct attn_angles *page) {
         const __mmask16 pairs = left >= 16 ? 0xffff : (__mmask16)((1 << left) - 1);
         vf c, s;
         chunk_angles(d, page, chunk, pairs, &c, &s);
+        const vf minus_s = vf_sub(vf_zero(), s);
         for (int r = 0; r < d->rows->n_rows; r++) {
             const float *q = d->pairs + (int64_t)(d->first + r) * 2 * n + 16 * chunk;
             const vf x = _mm512_maskz_loadu_ps(pairs, q), y = _mm512_maskz_loadu_ps(pairs, q + n);
             vi high[2], low[2];
             split_bf16(vf_fma(x, c, vf_mul(y, s)), &high[0], &low[0]);
-            split_bf16(vf_sub(vf_mul(y, c), vf_mul(x, s)), &high[1], &low[1]);
+            split_bf16(vf_fma(y, c, vf_mul(x, minus_s)), &high[1], &low[1]);
             const vi halves[2] = {_mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(high[0], 16), high[1]),
                                   _mm512_mask_blend_epi16(0xaaaaaaaa, vi_shr(low[0], 16), low[1])};
             UNROLL for (int h = 0; h < 2; h++) {

@@ -193,6 +193,7 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     const int64_t dim = side->head_dim;
     const bool ahead = d->next_keys && g + 1 == side->n_groups;
     _Alignas(64) tile_products products[2];
+    if (ahead && n_pairs(d) > 0) bias_queries(d, &d->next);
     if (ahead) spread_keys(d, d->next_keys);
     ask_some(d);
     TILE_READS_MEMORY();
@@ -235,7 +236,6 @@ static void tile_stripe(attn_decode *d, const uint8_t *keys, const uint8_t *valu
     }
     d->scored_of = NULL;
     ask_some(d);
-    if (d->next_keys && pairs) bias_queries(d, &d->next);
     take_steps(d, keys, valid, 0, &scores);
     if (pairs)
         decode_values(d, values, valid, masks, &scores, page_score_bias, tile_values);
