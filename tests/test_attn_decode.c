@@ -197,8 +197,25 @@ static struct attn_angles angles_of(const decode_case *c, int b) {
     return (struct attn_angles){c->cosines + b * n_angles(&c->s), c->sines + b * n_angles(&c->s)};
 }
 
+/* Zeros as BF16 rows for the same queries, between two pages of codes, as a page has them of which both are seen: results
+ * of their own, and nothing changes for the pages around them. */
+static void run_between(const attn_decode_ops *ops, attn_decode *decode) {
+    attn_rows *all = decode->rows, rows = *all;
+    const size_t n = (size_t)all->n_rows, d = (size_t)all->head_dim;
+    uint16_t *page = make(TILE * d, sizeof *page);
+    float *acc = make(n * d, sizeof *acc), *state = make(2 * n, sizeof *state);
+    uint64_t masks[ATTN_ROWS_MAX];
+    rows.acc = acc, rows.row_max = state, rows.row_sum = state + n;
+    for (size_t r = 0; r < n; r++) rows.row_max[r] = -INFINITY, masks[r] = 0xffff;
+    decode->rows = &rows;
+    attn_ask_for(decode, NULL, 0, NULL, 0);
+    ops->overlay(decode, page, page, 0xffff, masks);
+    decode->rows = all;
+    aligned_free(page), aligned_free(acc), aligned_free(state);
+}
+
 /* Runs rows [r0, r1) of a case; out [r1 - r0, d]. Scratch is full of NaN before. Whether a page is told of the
- * next one, and whether its table is there, changes from run to run, which must change nothing. */
+ * next one, whether its table is there, and whether it has BF16 rows too, changes from run to run, which must change nothing. */
 static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1, float *out) {
     const shape *s = &c->s;
     int d = s->d, q_dim = d + 2 * s->n_pairs, n = r1 - r0;
@@ -237,6 +254,7 @@ static void run(const attn_decode_ops *ops, const decode_case *c, int r0, int r1
             attn_ask_for(decode, c->keys[0], (size_t)c->k_side.bytes / 64 * 64, c->values[0], 64 * (size_t)(n_runs % 7));
             ops->page(decode, c->keys[b], c->values[b], valid, masks);
             for (int k = 0; k < 2; k++) assert_ptr_equal(decode->ask[k].at, decode->ask[k].end);
+            if (ops->overlay && (n_runs + b) % 4 == 1) run_between(ops, decode);
         }
     }
     if (ops->end) ops->end(decode);
@@ -381,10 +399,15 @@ static void test_rows_are_independent(void **state) {
     const attn_decode_ops *ops[MAX_TABLES];
     int n_ops = tables(ops);
     random_state = rng_seed(__func__, 38);
-    for (int o = 0; o < n_ops; o++) {
-        int n = ATTN_ROWS_MAX, d = 64;
-        decode_case c = case_make(&(shape){.d = d, .bits_k = 2, .bits_v = 3, .n_rows = n, .n_pairs = 16, .length = n + 140, .bias = 0.3f,
-                                           .overlay = ops[o]->overlay ? 9 : 0, .causal = true});
+    /* Values whole and in halves, one chunk of pairs and several, more pairs than tiles, several groups. */
+    static const struct {
+        int d, n_pairs, n_rows;
+    } shapes[] = {{64, 16, ATTN_ROWS_MAX}, {128, 40, 40}, {128, 63, 12}, {144, 70, 24}, {272, 16, 24}};
+    enum { N_SHAPES = sizeof shapes / sizeof *shapes };
+    for (int i = 0; i < n_ops * N_SHAPES; i++) {
+        const int o = i / N_SHAPES, n = shapes[i % N_SHAPES].n_rows, d = shapes[i % N_SHAPES].d;
+        decode_case c = case_make(&(shape){.d = d, .bits_k = 2, .bits_v = 3, .n_rows = n, .n_pairs = shapes[i % N_SHAPES].n_pairs,
+                                           .length = n + 140, .bias = 0.3f, .overlay = ops[o]->overlay ? 9 : 0, .causal = true});
         float *all = make((size_t)(n * d), sizeof *all), *some = make((size_t)(n * d), sizeof *some);
         run(ops[o], &c, 0, n, all);
         for (int k = 0; k < 8; k++) {

@@ -92,7 +92,7 @@ typedef uint16_t bias_chunk[2][2][16][32];
 
 typedef struct attn_decode {
     /* Set by the caller. */
-    attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe. The kernels write the turned pairs of q */
+    attn_rows *rows; /* at most ATTN_ROWS_MAX; in a page a view of a stripe. Kernels may write the turned pairs to q */
     const page_side *k_side, *v_side;
     const float *bias_table; /* [q_dim - head_dim][64] the constant rows of the keys: 2 p, 2 p + 1 the coordinates of
                               * one vector, turned by the same angle from slot to slot */

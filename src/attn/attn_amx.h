@@ -24,7 +24,8 @@ typedef struct tile_config {
     uint8_t rows[16];
 } tile_config;
 
-/* The intrinsics that read memory do not say so: what was stored must be in memory before them. */
+/* The intrinsics that read memory do not say so: what was stored must be in memory before them, and what they read must not
+ * be stored over too early. */
 #define TILE_READS_MEMORY() __asm__ volatile("" ::: "memory")
 
 /* The products of bytes and those of BF16 numbers cut the tiles differently. Other code in the thread

@@ -169,6 +169,10 @@ INLINE vf page_score_bias(const attn_decode *d, const void *scores, int r, int t
     return add_bias(d, r, t, page_score(d, scores, r, t, offset));
 }
 
+INLINE vf stored_score_bias(const attn_decode *d, const void *scores, int r, int t, vf offset) {
+    return add_bias(d, r, t, stored_score(d, scores, r, t, offset));
+}
+
 /* Logits of a stripe into rows->logits. */
 static void stripe_logits(attn_decode *d, const uint8_t *keys, uint64_t valid) {
     page_scores scores;
@@ -202,7 +206,10 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
     for (int block = first; block < end; block += 4) {
         const int count = end - block < 4 ? end - block : 4;
         for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block % value_vecs(d) + b), b, products);
-        if (value_vecs(d) == 4 && block + 4 < end) spread_values(d, page, block + 4, block + 8 < end ? block + 8 : end, d->value_tiles);
+        if (value_vecs(d) == 4 && block + 4 < end) {
+            TILE_READS_MEMORY(); /* what the products read lies where these go */
+            spread_values(d, page, block + 4, block + 8 < end ? block + 8 : end, d->value_tiles);
+        }
         ask_some(d);
         if (ahead && block + count == end) {
             multiply_group(d, 0);
@@ -225,8 +232,14 @@ static void tile_stripe(attn_decode *d, const uint8_t *keys, const uint8_t *valu
     page_scores scores;
     if (d->k_side->n_groups > 1 || !bias_in_tiles(d)) {
         stripe_logits(d, keys, valid);
-        if (pairs) bias_products(d);
-        decode_values(d, values, valid, masks, NULL, stored_score, tile_values);
+        if (pairs && bias_in_tiles(d)) {
+            bias_queries(d, &d->here);
+            tile_bias(d);
+            decode_values(d, values, valid, masks, NULL, stored_score_bias, tile_values);
+        } else {
+            if (pairs) bias_products(d);
+            decode_values(d, values, valid, masks, NULL, stored_score, tile_values);
+        }
         return;
     }
     if (d->scored_of != keys) {

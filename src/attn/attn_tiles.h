@@ -21,7 +21,6 @@
 
 #include <assert.h>
 
-
 /* --- matrix products ------------------------------------------------------------------------ */
 
 typedef struct gemm {
