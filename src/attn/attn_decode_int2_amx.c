@@ -122,8 +122,9 @@ static void spread_keys(attn_decode *d, const uint8_t *keys) {
         }
 }
 
-/* Vectors [from, to) of the values to `tiles` on. */
-static void spread_values(const attn_decode *d, const uint8_t *values, int from, int to, uint8_t *tiles) {
+/* Vectors [from, to) of the values to the first of value_tiles. */
+static void spread_values(attn_decode *d, const uint8_t *values, int from, int to) {
+    uint8_t *tiles = d->value_tiles;
     for (int vec = from; vec < to; vec++, tiles += 1024) {
         code_plane plane = value_plane(d->v_side, values, vec);
         spread(d->v_side->bits, &plane, 0, 4, true, tiles);
@@ -208,7 +209,7 @@ static void tile_values(attn_decode *d, const uint8_t *page, int g) {
         for (int b = 0; b < count; b++) multiply_values(n, d->value_tiles + 1024 * (block % value_vecs(d) + b), b, products);
         if (value_vecs(d) == 4 && block + 4 < end) {
             TILE_READS_MEMORY(); /* what the products read lies where these go */
-            spread_values(d, page, block + 4, block + 8 < end ? block + 8 : end, d->value_tiles);
+            spread_values(d, page, block + 4, block + 8 < end ? block + 8 : end);
         }
         ask_some(d);
         if (ahead && block + count == end) {
@@ -268,7 +269,7 @@ static void tile_page(attn_decode *d, const uint8_t *keys, const uint8_t *values
     if (d->rows->n_rows > ATTN_DECODE_ROWS || d->k_side->n_groups > 1 || !bias_in_tiles(d)) d->next_keys = NULL;
     spread_keys(d, keys);
     d->values_once = d->rows->n_rows <= ATTN_DECODE_ROWS && d->v_side->n_groups == 1;
-    spread_values(d, values, 0, value_vecs(d), d->value_tiles);
+    spread_values(d, values, 0, value_vecs(d));
     stripe s = {.all = d->rows};
     for (int first = 0; (first = stripe_from(&s, d, masks, first)) >= 0; first += ATTN_DECODE_ROWS)
         tile_stripe(d, keys, values, valid, masks + first);

@@ -160,13 +160,17 @@ static void turn_queries(const oscar_cache *cache, int32_t head, int32_t b, bool
     attn_ops_current()->turn(rows, layer->n_tracked, scratch->pairs, scratch->cosines, scratch->sines);
 }
 
+/* A head's history in page b: keys, then values. */
+static uint8_t *head_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b) {
+    const cache_layer *layer = &cache->layers[cache->step.layer];
+    return layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
+}
+
 /* Float pages: whole ones in place, the written part of the last one copied. */
 static void exact_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
                        attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
-    const cache_layer *layer = &cache->layers[cache->step.layer];
-    const cache_seq *seq = &cache->seqs[block->seq];
     int32_t d = rows->head_dim;
-    const float *keys = (const float *)(const void *)layer_history(layer, pool_page(&cache->history, seq->history[b]), head);
+    const float *keys = (const float *)(const void *)head_history(cache, block, head, b);
     const float *values = keys + (size_t)d * OSCAR_PAGE_TOKENS;
     int64_t written = cache->seq_next[block->seq];
     if ((int64_t)(b + 1) * OSCAR_PAGE_TOKENS > written) {
@@ -232,23 +236,20 @@ static void take_rows(const oscar_cache *cache, const step_block *block, int32_t
     if (ops) ops->begin(scratch->decode);
 }
 
-/* Asks for bytes [from, to) of a head's history in page b: pages lie anywhere in memory, so the processor cannot know.
+/* Asks for the first bytes of a head's history in page b: pages lie anywhere in memory, so the processor cannot know.
  * Into the second cache: the nearest takes sixteen lines at a time and lets nothing else in meanwhile. */
-static void prefetch_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, size_t from, size_t to) {
-    const cache_layer *layer = &cache->layers[cache->step.layer];
-    const uint8_t *base =
-        layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
-    for (size_t i = from; i < to; i += 64) __builtin_prefetch(base + i, 0, 2);
+static void prefetch_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, size_t bytes) {
+    const uint8_t *base = head_history(cache, block, head, b);
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 2);
 }
 
 /* Of a head's history, the values of the next page and the keys of the one after it (-1: none), for a kernel to ask for. */
 static void ask_ahead(const oscar_cache *cache, const step_block *block, int32_t head, int32_t next, int32_t after,
                       thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
-    const int32_t *pages = cache->seqs[block->seq].history;
     const size_t keys = layer->history_value_offset;
-    const uint8_t *next_head = next >= 0 ? layer_history(layer, pool_page(&cache->history, pages[next]), head) : NULL;
-    const uint8_t *after_head = after >= 0 ? layer_history(layer, pool_page(&cache->history, pages[after]), head) : NULL;
+    const uint8_t *next_head = next >= 0 ? head_history(cache, block, head, next) : NULL;
+    const uint8_t *after_head = after >= 0 ? head_history(cache, block, head, after) : NULL;
     attn_ask_for(scratch->decode, after_head, after_head ? keys : 0, next_head ? next_head + keys : NULL,
                  next_head ? layer->history_head_bytes - keys : 0);
 }
@@ -261,9 +262,9 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
         exact_tile(cache, block, head, b, valid, rows, masks, scratch);
         return;
     }
-    uint8_t *base = layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[b]), head);
+    uint8_t *base = head_history(cache, block, head, b);
     if (scratch->decode_ops) {
-        scratch->decode->next_keys = next >= 0 ? layer_history(layer, pool_page(&cache->history, cache->seqs[block->seq].history[next]), head) : NULL;
+        scratch->decode->next_keys = next >= 0 ? head_history(cache, block, head, next) : NULL;
         scratch->decode_ops->page(scratch->decode, base, base + layer->history_value_offset, valid, masks);
         return;
     }
@@ -352,7 +353,7 @@ static void prefetch_first(const oscar_cache *cache, const step_block *block, in
     const cache_layer *layer = &cache->layers[cache->step.layer];
     const int32_t far_end = history_end(cache, block, begin, end);
     for (int32_t b = begin; b < far_end && b < begin + 2; b++)
-        prefetch_history(cache, block, head, b, 0, b == begin ? layer->history_head_bytes : layer->history_value_offset);
+        prefetch_history(cache, block, head, b, b == begin ? layer->history_head_bytes : layer->history_value_offset);
 }
 
 static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
@@ -492,14 +493,12 @@ static void attend_item(oscar_cache *cache, const step_block *block, int32_t hea
     place_rows(&total, ATTN_ROWS_MAX, scratch->total);
     int32_t last = block->shared ? piece + 1 : block->n_pieces;
     if (block->n_pieces > 1 && !block->shared) clear_rows(&total);
-    bool begun = false;
-    for (; piece < last; piece++) {
+    for (const int32_t first = piece; piece < last; piece++) {
         int32_t begin = piece_start(block->first_piece + piece), end = piece_start(block->first_piece + piece + 1);
         if (begin < block->page_begin) begin = block->page_begin;
         if (end > block->page_end) end = block->page_end;
         prefetch_first(cache, block, head, begin, end);
-        if (!begun) begin_pages(cache, block, head, &item, scratch);
-        begun = true;
+        if (piece == first) begin_pages(cache, block, head, &item, scratch);
         if (block->shared) {
             attend_piece(cache, block, head, piece, begin, end, &item, scratch);
             break;
