@@ -280,7 +280,7 @@ static double worst_error(const decode_case *c, const float *out) {
 }
 
 /* Every table that this machine runs; at most MAX_TABLES. */
-#define MAX_TABLES 4
+#define MAX_TABLES 5
 static int tables(const attn_decode_ops **out) {
     int n = 0;
     oscar_isa_select(NULL);
@@ -289,6 +289,7 @@ static int tables(const attn_decode_ops **out) {
     if (oscar_isa_select("avxvnni") == OSCAR_OK) out[n++] = &attn_decode_int2_avxvnni;
     oscar_isa_select(NULL);
     if (isa_current() >= ISA_AVX512VNNI) out[n++] = &attn_decode_int2_avx512vnni;
+    if (isa_current() >= ISA_AVX512VBMI) out[n++] = &attn_decode_int2_avx512vbmi;
     if (isa_current() >= ISA_AMX) out[n++] = &attn_decode_int2_amx;
 #elif defined(__aarch64__)
     if (isa_current() >= ISA_NEONDOT) out[n++] = &attn_decode_int2_neondot;

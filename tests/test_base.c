@@ -145,10 +145,14 @@ static void isa_bits(void **state) {
     const uint32_t avx2 = 1u << 5, avx512 = avx2 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0, 0, 0xe7), ISA_AVX512);
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, 0, 0, 0xe7), ISA_AVX512VNNI);
+    const uint32_t vbmi = 1u << 1 | 1u << 11;
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, vbmi, 0, 0, 0xe7), ISA_AVX512VBMI);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 1, 0, 0, 0xe7), ISA_AVX512);
     const uint32_t amx = 1u << 22 | 1u << 24 | 1u << 25;
-    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, amx, 0, 0x600e7), ISA_AMX);
-    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, amx, 0, 0x200e7), ISA_AVX512VNNI);
-    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, 1u << 24, 0, 0x600e7), ISA_AVX512VNNI);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, vbmi, amx, 0, 0x600e7), ISA_AMX);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, vbmi, amx, 0, 0x200e7), ISA_AVX512VBMI);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, vbmi, 1u << 24, 0, 0x600e7), ISA_AVX512VBMI);
+    assert_int_equal(isa_from_cpuid(leaf1, avx512, 1u << 11, amx, 0, 0x600e7), ISA_AVX512VNNI);
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, amx, 0, 0x600e7), ISA_AVX512);
     assert_int_equal(isa_from_cpuid(leaf1, avx2, 1u << 11, 0, 0, 0xe7), ISA_AVX2);
     assert_int_equal(isa_from_cpuid(leaf1, avx512, 0, 0, 0, 0x07), ISA_AVX2);
@@ -181,7 +185,7 @@ static void isa_selection(void **state) {
     unsetenv("OSCAR_ISA");
     assert_int_equal(oscar_isa_select(NULL), OSCAR_OK);
     const isa best = isa_current();
-    const char *const names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+    const char *const names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512vbmi", "amx", "neon", "neondot"};
     for (int i = 0; i < ISA_COUNT; i++) {
         oscar_status status = oscar_isa_select(names[i]);
         bool runs = i == ISA_REF || (i <= (int)best && (i >= ISA_NEON) == (best >= ISA_NEON));

@@ -837,6 +837,43 @@ static void rotation_objects(void **state) {
     assert_int_equal(oscar_rotations_identity(&r, &bad, 1, 2, &e), OSCAR_ERROR_NOT_FINITE);
 }
 
+/* A tracked mean for rotations that were not calibrated: numbers of other pairs are left out, and what is refused
+ * changes nothing. */
+static void rotations_tracked(void **state) {
+    (void)state;
+    for (int layout = OSCAR_ROPE_ADJACENT; layout <= OSCAR_ROPE_HALF_SPLIT; layout++) {
+        oscar_layer layer = layer_of(2, 4, 32);
+        layer.rope.layout = layout, layer.rope.n_dims = 24;
+        oscar_rotations *r = NULL;
+        oscar_error e;
+        assert_int_equal(oscar_rotations_hadamard(&r, &layer, 1, 2, &e), OSCAR_OK);
+        const int32_t pairs[4] = {3, 0, 5, 11}, twice[4] = {3, 3, 5, 11}, beyond[4] = {3, 0, 5, 12};
+        float means[64];
+        for (int i = 0; i < 64; i++) means[i] = (float)(i + 1);
+        assert_int_equal(oscar_rotations_track(r, 1, 2, pairs, means, &e), OSCAR_ERROR_ARGUMENT);
+        assert_int_equal(oscar_rotations_track(r, 0, 0, pairs, means, &e), OSCAR_ERROR_ARGUMENT);
+        assert_int_equal(oscar_rotations_track(r, 0, 13, pairs, means, &e), OSCAR_ERROR_ARGUMENT);
+        assert_int_equal(oscar_rotations_track(r, 0, 2, twice, means, &e), OSCAR_ERROR_ARGUMENT);
+        assert_int_equal(oscar_rotations_track(r, 0, 2, beyond, means, &e), OSCAR_ERROR_ARGUMENT);
+        assert_non_null(strstr(e.message, "12"));
+        means[layout == OSCAR_ROPE_ADJACENT ? 7 : 3] = NAN;
+        assert_int_equal(oscar_rotations_track(r, 0, 2, pairs, means, &e), OSCAR_ERROR_NOT_FINITE);
+        means[layout == OSCAR_ROPE_ADJACENT ? 7 : 3] = 9;
+        means[31] = NAN; /* of no pair */
+        assert_int_equal(r->layers[0].n_tracked, 0);
+        assert_null(r->layers[0].tracked);
+        assert_int_equal(oscar_rotations_track(r, 0, 2, pairs, means, &e), OSCAR_OK);
+        assert_int_equal(rotations_check(r, &e), OSCAR_OK);
+        for (int i = 0; i < 64; i++) {
+            int at = i % 32, pair = at >= 24 ? -1 : layout == OSCAR_ROPE_ADJACENT ? at / 2 : at % 12, h = i / 32;
+            bool tracked = pair == pairs[2 * h] || pair == pairs[2 * h + 1];
+            assert_true(r->layers[0].k_tracked[i] == (tracked ? means[i] : 0.0f));
+        }
+        assert_int_equal(oscar_rotations_track(r, 0, 2, pairs, means, &e), OSCAR_ERROR_ARGUMENT); /* it has one */
+        oscar_rotations_free(r);
+    }
+}
+
 /* Each way to spoil a good object is found, and the message names the field. */
 static void rotation_checks(void **state) {
     (void)state;
@@ -895,6 +932,7 @@ int main(void) {
         cmocka_unit_test(metric_factor),
         cmocka_unit_test(hadamard),
         cmocka_unit_test(rotation_objects),
+        cmocka_unit_test(rotations_tracked),
         cmocka_unit_test(rotation_checks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

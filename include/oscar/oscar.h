@@ -103,7 +103,8 @@ OSCAR_API const char *oscar_version(void);
  * Instruction sets
  */
 
-/* The name of the code path in use: "ref"; on x86-64 "avx2", "avxvnni", "avx512", "avx512vnni", "amx"; on AArch64
+/* The name of the code path in use: "ref"; on x86-64 "avx2", "avxvnni", "avx512", "avx512vnni",
+ * "avx512vbmi", "amx"; on AArch64
  * "neon", "neondot". Chosen once, from CPUID and XCR0, or from what Linux tells of an AArch64
  * processor; the environment variable OSCAR_ISA forces one, and no cache is made when it names one
  * that this machine cannot run. Where the processor has AMX, the choice asks Linux for its registers,
@@ -171,6 +172,12 @@ OSCAR_API oscar_status oscar_rotations_hadamard(oscar_rotations **out, const osc
 OSCAR_API oscar_status oscar_rotations_identity(oscar_rotations **out, const oscar_layer *layers,
                                                 int32_t n_layers, int32_t bits,
                                                 oscar_error *error);
+/* Gives a layer of rotations made by the two functions above a tracked key mean (docs/METHOD.md), for models whose keys
+ * have a large mean before RoPE, such as the bias of their projection. pairs: [n_kv_heads, n_pairs] rotary pairs, each
+ * once; means: [n_kv_heads, head_dim] keys' means before RoPE, of which those of other pairs are left alone.
+ * Errors: ARGUMENT, NOT_FINITE, MEMORY; then the layer is as before. Not while a cache uses the rotations. */
+OSCAR_API oscar_status oscar_rotations_track(oscar_rotations *rotations, int32_t layer, int32_t n_pairs, const int32_t *pairs,
+                                             const float *means, oscar_error *error);
 OSCAR_API void oscar_rotations_free(oscar_rotations *rotations); /* NULL is allowed */
 
 OSCAR_API int32_t oscar_rotations_n_layers(const oscar_rotations *rotations);

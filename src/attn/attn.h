@@ -80,7 +80,7 @@ typedef struct attn_ops {
 #define ATTN_PAIRS_MAX (OSCAR_MAX_HEAD_DIM / 2)
 /* Floats of a table in halves of so many pairs. */
 #define ATTN_HALF_TABLE (2 * ATTN_PAIRS_MAX * 32)
-/* Channels for whose pairs AVX2 keeps tables. */
+/* Channels for whose pairs there are tables. */
 #define ATTN_TABLES_DIM 256
 
 /* What turns a vector to the angle that each pair of a bias table has at a page's middle: cosines and sines [n_pairs].
@@ -133,7 +133,7 @@ typedef struct attn_decode {
     union {
         /* AMX: queries as sums of two BF16 numbers: [high, low][n_rows][head_dim, to 32]. */
         _Alignas(64) uint16_t q_halves[2][(ATTN_ROWS_MAX + ATTN_DECODE_ROWS) * OSCAR_MAX_HEAD_DIM];
-        /* AVX2: queries as tables: [n_rows][head_dim / 2][low, high][16], attn_decode_tables.h. */
+        /* AVX2, VBMI: queries as tables: [n_rows][head_dim / 16][256], attn_decode_tables.h. */
         _Alignas(64) uint8_t q_tables[ATTN_ROWS_MAX * ATTN_TABLES_DIM * 16];
     };
     /* AMX: products of a stripe with keys: [rows from 0, from 8][8 rows as high and low bytes][64 tokens]. */
@@ -142,7 +142,7 @@ typedef struct attn_decode {
      * their products with the table: slots 0 to 15, 16 to 31 from the middle. */
     _Alignas(64) uint16_t bias_operands[2 * ATTN_DECODE_ROWS * ATTN_BIAS_CHUNKS * 2 * 32];
     _Alignas(64) float bias_products[2 * ATTN_DECODE_ROWS][2][16];
-    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. AVX2: keys, two codes a byte. */
+    /* AMX: the page in hand, codes one a byte: 16 rows of 64 bytes a tile. AVX2, VBMI: keys, two codes a byte. */
     _Alignas(64) uint8_t key_tiles[4 * 1024 * ATTN_KEY_CHUNKS], value_tiles[1024 * OSCAR_MAX_HEAD_DIM / 16];
     /* AMX: BF16 rows in hand, where they cannot be taken from their page: keys [head_dim / 2][64][2],
      * values [32][head_dim][2]. */
@@ -187,6 +187,7 @@ typedef struct attn_decode_ops {
 extern const attn_decode_ops attn_decode_int2_avx2;       /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avxvnni;    /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_avx512vnni; /* in x86-64 builds */
+extern const attn_decode_ops attn_decode_int2_avx512vbmi; /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_amx;        /* in x86-64 builds */
 extern const attn_decode_ops attn_decode_int2_neondot;    /* in AArch64 builds */
 /* The one of isa_current(); NULL where tiles are all there is. */

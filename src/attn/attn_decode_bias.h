@@ -13,6 +13,11 @@
 #include "attn/attn_turn.h"
 
 #define HALF_TILE (TILE / 2)
+/* Rows of a block: two sums each, beside two vectors of the table and a number of the query. */
+#ifndef BIAS_ROWS
+#define BIAS_ROWS DOT_ROWS
+#define BIAS_BLOCKS DECODE_BLOCKS
+#endif
 
 /* What makes products logits. */
 static inline float power_scale(const attn_rows *rows) { return rows->logit_scale * LOG2_E; }
@@ -55,26 +60,33 @@ static void turn_to_middle(attn_decode *d) {
     turn_pairs(d->rows->n_rows, n, d->pairs + (int64_t)d->first * 2 * n, cosines, sines, d->rows->q + d->rows->head_dim, d->rows->q_dim);
 }
 
+/* Sums of x' |nu| cos(t w) (first 0) or y' |nu| sin(t w) (first 1) of n_vecs vectors of slots after the middle. */
+INLINE void half_sums(const int n_rows, const int n_vecs, const int first, int n_k, const float *q, int stride, const float *table,
+                      vf sums[BIAS_ROWS][2]) {
+    vf b[2];
+    UNROLL for (int r = 0; r < n_rows; r++)
+        UNROLL for (int v = 0; v < n_vecs; v++) sums[r][v] = vf_zero();
+    for (int k = first; k < n_k; k += 2) {
+        UNROLL for (int v = 0; v < n_vecs; v++) b[v] = vf_load(table + k * HALF_TILE + v * LANES);
+        UNROLL for (int r = 0; r < n_rows; r++) {
+            const vf x = vf_set1(q[r * stride + k]);
+            UNROLL for (int v = 0; v < n_vecs; v++) sums[r][v] = vf_fma(x, b[v], sums[r][v]);
+        }
+    }
+}
+
 /* logits += bias of n_rows rows from r0 on. */
 INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
-    const int n_vecs = n_rows <= 3 ? 2 : 1; /* sums under way: twice n_vecs n_rows */
+    enum { N_VECS = 2 };
     const int n_k = d->rows->q_dim - d->rows->head_dim, stride = d->rows->q_dim;
+    const float *q = d->rows->q + (int64_t)r0 * stride + d->rows->head_dim;
     float *logits = d->rows->logits + (int64_t)r0 * TILE;
-    for (int vec = 0; vec < TILE_VECS / 2; vec += n_vecs) {
-        vf even[DOT_ROWS][2], odd[DOT_ROWS][2], b[2];
-        const float *q = d->rows->q + (int64_t)r0 * stride + d->rows->head_dim, *table = d->half_table + vec * LANES;
-        UNROLL for (int r = 0; r < DOT_ROWS; r++)
-            UNROLL for (int v = 0; v < 2; v++) even[r][v] = odd[r][v] = vf_zero();
-        for (int k = 0; k < n_k; k += 2, q += 2, table += 2 * HALF_TILE) {
-            UNROLL for (int v = 0; v < n_vecs; v++) b[v] = vf_load(table + v * LANES);
-            UNROLL for (int r = 0; r < n_rows; r++)
-                UNROLL for (int v = 0; v < n_vecs; v++) even[r][v] = vf_fma(vf_set1(q[r * stride]), b[v], even[r][v]);
-            UNROLL for (int v = 0; v < n_vecs; v++) b[v] = vf_load(table + HALF_TILE + v * LANES);
-            UNROLL for (int r = 0; r < n_rows; r++)
-                UNROLL for (int v = 0; v < n_vecs; v++) odd[r][v] = vf_fma(vf_set1(q[r * stride + 1]), b[v], odd[r][v]);
-        }
+    for (int vec = 0; vec < TILE_VECS / 2; vec += N_VECS) {
+        vf even[BIAS_ROWS][N_VECS], odd[BIAS_ROWS][N_VECS];
+        half_sums(n_rows, N_VECS, 0, n_k, q, stride, d->half_table + vec * LANES, even);
+        half_sums(n_rows, N_VECS, 1, n_k, q, stride, d->half_table + vec * LANES, odd);
         UNROLL for (int r = 0; r < n_rows; r++)
-            UNROLL for (int v = 0; v < n_vecs; v++) {
+            UNROLL for (int v = 0; v < N_VECS; v++) {
                 float *after = logits + r * TILE + HALF_TILE + (vec + v) * LANES;
                 float *before = logits + r * TILE + HALF_TILE - (vec + v + 1) * LANES;
                 vf_store(after, vf_add(vf_load(after), vf_add(even[r][v], odd[r][v])));
@@ -86,11 +98,11 @@ INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
 #define BIAS_KERNEL(rows)                                                                          \
     static void bias_##rows(attn_decode *d, int r0) { bias_rows(rows, d, r0); }
 #define BIAS_ENTRY(rows) [rows - 1] = bias_##rows,
-DECODE_BLOCKS(BIAS_KERNEL)
-static void (*const bias_kernels[DOT_ROWS])(attn_decode *d, int r0) = {DECODE_BLOCKS(BIAS_ENTRY)};
+BIAS_BLOCKS(BIAS_KERNEL)
+static void (*const bias_kernels[BIAS_ROWS])(attn_decode *d, int r0) = {BIAS_BLOCKS(BIAS_ENTRY)};
 
 static void bias_products(attn_decode *d) {
-    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
+    const int n = d->rows->n_rows, n_blocks = (n + BIAS_ROWS - 1) / BIAS_ROWS;
     if (!d->half_table) {
         make_half_table(d->bias_table, n_pairs(d), d->own_half_table);
         d->half_table = d->own_half_table;

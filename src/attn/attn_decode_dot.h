@@ -10,18 +10,19 @@
  * The including file defines, after attn_vec_*.h:
  *   DOT_ROWS              rows of the highest register block
  *   dot_vecs(n_rows)      vectors of such a block, a power of two
+ *   dot_blocks(n_rows)    blocks that so many rows are cut into
  *   DOT_UNITS(bits)       units of 16 channels or tokens that accumulators take without overflow
  *   dot_add(acc, codes, bytes), dot_total(high, low)
  *                         acc + dot products of four bytes a lane; 256 high + low as 32-bit lanes
  *   ATTN_DECODE_TABLE, ATTN_DECODE_NAME
- * It may define DOT_TABLES: keys of 2 bits go through attn_decode_tables.h.
+ * It may define DOT_TABLES, a file by which keys of 2 bits go through tables (attn_decode_tables.h).
  */
 #ifndef OSCAR_ATTN_DECODE_DOT_H
 #define OSCAR_ATTN_DECODE_DOT_H
 
 #include "attn/attn_decode_page.h"
 #ifdef DOT_TABLES
-#include "attn/attn_decode_tables.h"
+#include DOT_TABLES
 #endif
 
 typedef struct dot_sums {
@@ -171,11 +172,11 @@ static const struct decode_kernels {
 static void dot_keys(attn_decode *d, const uint8_t *keys, uint64_t valid) {
 #ifdef DOT_TABLES
     if (in_tables(d->k_side)) {
-        table_keys(d, keys, valid);
+        table_keys(d, keys, valid, group_sums);
         return;
     }
 #endif
-    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
+    const int n = d->rows->n_rows, n_blocks = dot_blocks(n);
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
         decode_kernels[n * (i + 1) / n_blocks - r0 - 1].keys[d->k_side->bits - 2](d, r0, keys, valid);
@@ -183,7 +184,7 @@ static void dot_keys(attn_decode *d, const uint8_t *keys, uint64_t valid) {
 }
 
 static void dot_values(attn_decode *d, const uint8_t *values, int g) {
-    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
+    const int n = d->rows->n_rows, n_blocks = dot_blocks(n);
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
         decode_kernels[n * (i + 1) / n_blocks - r0 - 1].values[d->v_side->bits - 2](d, r0, values, g);
@@ -209,7 +210,7 @@ static void page(attn_decode *d, const uint8_t *keys, const uint8_t *values, uin
 static void dot_begin(attn_decode *d) {
 #ifdef DOT_TABLES
     if (in_tables(d->k_side)) {
-        make_tables(d);
+        make_tables(d, two_tables, unit_tables);
         return;
     }
 #endif

@@ -2,7 +2,7 @@
  * attn_decode_page.h - what decode kernels on the codes share: planes of codes, bytes of queries
  * and weights, the bias, the softmax, and the order of a page. Included after attn_vec_*.h; the
  * includer defines DOT_ROWS, the rows of the highest register block, and DECODE_BLOCKS(X), which is
- * X(1) .. X(DOT_ROWS). It may define WEIGHTS_MAX and split_weights().
+ * X(1) .. X(DOT_ROWS). It may define WEIGHTS_MAX and split_weights(), and BIAS_ROWS with BIAS_BLOCKS(X), the same for the bias.
  *
  * Logits are powers of two here: products times logit_scale / ln 2. row_max is what weights are relative
  * to; it follows the largest logit only when that has grown by GROWTH_MAX, so that most pages need no
@@ -195,9 +195,11 @@ INLINE void softmax_rows(attn_decode *d, const uint64_t *masks, const bool weigh
             const vf fall = vf_set1(raise_base(d, r, vf_top(most)));
             UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_sub(x[v], fall);
         }
+        UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_exp2(x[v]);
+        if (EXP2_LEAST && masks[r] != UINT64_MAX)
+            UNROLL for (int v = 0; v < TILE_VECS; v++) x[v] = vf_keep(lane_bits(masks[r], v * LANES), x[v]);
         UNROLL for (int v = 0; v < TILE_VECS; v++) {
-            vf p = vf_exp2(x[v]);
-            if (EXP2_LEAST && masks[r] != UINT64_MAX) p = vf_keep(lane_bits(masks[r], v * LANES), p);
+            vf p = x[v];
             sum = vf_add(sum, p);
             if (weigh) {
                 mean = vf_fma(p, offsets[v], mean);

@@ -1,12 +1,12 @@
 /*
- * attn_decode_tables.h - keys of 2 bits with AVX2, which has no dot product of bytes: two codes of a token are an
- * index of four bits, and VPSHUFB looks up what they come to with a query, in 32 tokens at once. Included by
- * attn_decode_dot.h.
+ * attn_decode_tables.h - keys of 2 bits by tables: two codes of a token are an index of four bits, and a byte shuffle looks
+ * up what they come to with a query, in many tokens at once. Included by attn_decode_tables_*.h, which have the rest.
  *
  * Of every two channels of a query a table holds V = round(s (q0 (c0 - 1.5) + q1 (c1 - 1.5))) for all codes, low and
- * high bytes apart. s is of a row's group; the sum of V of two tables side by side fits 16 bits whatever the codes are,
- * so that their high bytes, with TABLE_ZERO each for zero, are added as bytes. The rest is summed in 16 bits, even and
- * odd bytes: all as they lie, and the odd ones shifted down, which are taken off at the end.
+ * high bytes apart. s is of a row's group; the sum of V of two tables, which two_tables() tells, fits 16 bits whatever the
+ * codes are, so that their high bytes, with TABLE_ZERO each for zero, may be added as bytes.
+ *
+ * Pair p of a unit of 16 channels is channels p % 4 + 8 (p / 4) and four further; tables take 256 bytes a unit.
  */
 #ifndef OSCAR_ATTN_DECODE_TABLES_H
 #define OSCAR_ATTN_DECODE_TABLES_H
@@ -19,26 +19,9 @@
 
 static bool in_tables(const page_side *side) { return side->bits == 2 && side->head_dim <= ATTN_TABLES_DIM; }
 
-/* --- queries ---------------------------------------------------------------------------------- *
- * Pair p of a unit of 16 channels is channels p % 4 + 8 (p / 4) and four further; tables [unit][8 pairs][low, high][16].
- */
-
-static void unit_tables(const float *q, float scale, uint8_t *out) {
-    const vf first = _mm256_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f);
-    const vf even = _mm256_setr_ps(-1.5f, -1.5f, -1.5f, -1.5f, 0.5f, 0.5f, 0.5f, 0.5f); /* entries 0-3, 8-11 */
-    const vf odd = _mm256_setr_ps(-0.5f, -0.5f, -0.5f, -0.5f, 1.5f, 1.5f, 1.5f, 1.5f);
-    for (int p = 0; p < 8; p++, out += 32) {
-        const float *at = q + p % 4 + p / 4 * 8;
-        vf x = vf_mul(first, vf_set1(scale * at[0])), y = vf_set1(scale * at[4]);
-        vi v = _mm256_packs_epi32(vi_from_float(vf_fma(even, y, x)), vi_from_float(vf_fma(odd, y, x)));
-        v = _mm256_add_epi16(v, _mm256_set1_epi16(TABLE_ZERO << 8));
-        v = _mm256_packus_epi16(_mm256_and_si256(v, _mm256_set1_epi16(255)), _mm256_srli_epi16(v, 8));
-        _mm256_store_si256((__m256i *)(void *)out, _mm256_permute4x64_epi64(v, 0xd8));
-    }
-}
-
-/* Of all rows; q_scale: of a sum of V; q_sum: of the query over a group, scaled. */
-static void make_tables(attn_decode *d) {
+/* Tables of all rows; q_scale: of a sum of V; q_sum: of the query over a group, scaled. */
+INLINE void make_tables(attn_decode *d, vf (*two_tables)(vf sizes),
+                        void (*unit_tables)(const float *q, float scale, uint8_t *out)) {
     const page_side *side = d->k_side;
     d->first = 0;
     for (int r = 0; r < d->rows->n_rows; r++)
@@ -49,8 +32,7 @@ static void make_tables(attn_decode *d) {
             for (int i = 0; i < side->group; i += LANES) {
                 vf x = vf_load(q + i), size = vf_abs(x);
                 sum = vf_add(sum, x);
-                size = vf_add(size, _mm256_permute2f128_ps(size, size, 1)); /* both channels of a table */
-                top = vf_max(top, vf_add(size, vf_swap_pairs(size)));
+                top = vf_max(top, two_tables(vf_add(size, vf_swap_quads(size)))); /* both channels of a table */
             }
             const float most = vf_top(top), scale = most > 1e-30f ? TABLE_TOP / (1.5f * most) : 0.0f;
             for (int i = 0; i < side->group; i += 16) unit_tables(q + i, scale, out + 16 * i);
@@ -59,73 +41,9 @@ static void make_tables(attn_decode *d) {
         }
 }
 
-/* --- pages ------------------------------------------------------------------------------------ */
-
-/* Two codes a byte, in key_tiles: [unit][8 pairs][64 tokens], each half of them in the order in which group_sums()
- * takes them apart again: 0, 8, 1, 9, 2, 10, 3, 11, 16, 24, ... */
-static void spread_pairs(attn_decode *d, const uint8_t *page) {
-    const vi pick = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const vi nibble = _mm256_set1_epi8(15);
-    const int units = d->k_side->head_dim / 16, tile = 64 * units;
-    uint8_t *out = d->key_tiles;
-    for (int unit = 0; unit < units; unit++, page += 64, out += 512)
-        UNROLL for (int half = 0; half < 2; half++) {
-            const uint8_t *at = page + 2 * half * tile;
-            vi t0 = _mm256_shuffle_epi8(vi_load(at), pick), t8 = _mm256_shuffle_epi8(vi_load(at + 32), pick);
-            vi t16 = _mm256_shuffle_epi8(vi_load(at + tile), pick), t24 = _mm256_shuffle_epi8(vi_load(at + tile + 32), pick);
-            vi low0 = _mm256_unpacklo_epi8(t0, t8), high0 = _mm256_unpackhi_epi8(t0, t8);
-            vi low16 = _mm256_unpacklo_epi8(t16, t24), high16 = _mm256_unpackhi_epi8(t16, t24);
-            vi bytes[4] = {_mm256_unpacklo_epi64(low0, low16), _mm256_unpackhi_epi64(low0, low16),
-                           _mm256_unpacklo_epi64(high0, high16), _mm256_unpackhi_epi64(high0, high16)};
-            UNROLL for (int j = 0; j < 4; j++) {
-                _mm256_store_si256((__m256i *)(void *)(out + 64 * j + 32 * half), vi_and(bytes[j], nibble));
-                _mm256_store_si256((__m256i *)(void *)(out + 64 * (4 + j) + 32 * half), vi_and(vi_shr(bytes[j], 4), nibble));
-            }
-        }
-}
-
-INLINE vi table_at(const uint8_t *table) {
-    return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)(const void *)table));
-}
-
-INLINE void add_bytes(vi x, vi *all, vi *odd) {
-    *all = in_order(_mm256_add_epi16(*all, x));
-    *odd = in_order(_mm256_add_epi16(*odd, _mm256_srli_epi16(x, 8)));
-}
-
-/* Sums of V over a group, eight tokens a vector. Up to 128 pairs, 16 bits with a sign hold what they must. */
-INLINE void group_sums(int units, const uint8_t *pairs, const uint8_t *tables, vi sums[TILE_VECS]) {
-    const short zero = (short)(-TABLE_ZERO * 8 * units);
-    vi all[2][2], odd[2][2]; /* [low, high bytes][half of the tokens] */
-    UNROLL for (int h = 0; h < 2; h++) {
-        all[0][h] = odd[0][h] = vi_zero();
-        all[1][h] = _mm256_set1_epi16((short)(257 * zero));
-        odd[1][h] = _mm256_set1_epi16(zero);
-    }
-    for (const uint8_t *end = pairs + 512 * units; pairs < end; pairs += 512, tables += 256)
-        UNROLL for (int p = 0; p < 8; p += 2) {
-            const vi low0 = table_at(tables + 32 * p), low1 = table_at(tables + 32 * p + 32);
-            const vi high0 = table_at(tables + 32 * p + 16), high1 = table_at(tables + 32 * p + 48);
-            UNROLL for (int h = 0; h < 2; h++) {
-                const vi i0 = vi_load(pairs + 64 * p + 32 * h), i1 = vi_load(pairs + 64 * p + 32 * h + 64);
-                add_bytes(_mm256_shuffle_epi8(low0, i0), &all[0][h], &odd[0][h]);
-                add_bytes(_mm256_shuffle_epi8(low1, i1), &all[0][h], &odd[0][h]);
-                add_bytes(_mm256_add_epi8(_mm256_shuffle_epi8(high0, i0), _mm256_shuffle_epi8(high1, i1)), &all[1][h], &odd[1][h]);
-            }
-        }
-    const vi weights = vi_set1(256 << 16 | 1);
-    UNROLL for (int h = 0; h < 2; h++) {
-        vi low = _mm256_sub_epi16(all[0][h], _mm256_slli_epi16(odd[0][h], 8)), high = _mm256_sub_epi16(all[1][h], _mm256_slli_epi16(odd[1][h], 8));
-        vi *out = sums + 4 * h;
-        out[0] = _mm256_madd_epi16(_mm256_unpacklo_epi16(low, high), weights);
-        out[1] = _mm256_madd_epi16(_mm256_unpacklo_epi16(odd[0][h], odd[1][h]), weights);
-        out[2] = _mm256_madd_epi16(_mm256_unpackhi_epi16(low, high), weights);
-        out[3] = _mm256_madd_epi16(_mm256_unpackhi_epi16(odd[0][h], odd[1][h]), weights);
-    }
-}
-
 /* logits[r][64] = q.x^ in powers of two, of the stripe in hand and the page that is spread. */
-static void table_keys(attn_decode *d, const uint8_t *page, uint64_t valid) {
+INLINE void table_keys(attn_decode *d, const uint8_t *page, uint64_t valid,
+                       void (*group_sums)(int units, const uint8_t *pairs, const uint8_t *tables, vi sums[TILE_VECS])) {
     const page_side *side = d->k_side;
     for (int g = 0; g < side->n_groups; g++) {
         float steps[TILE], offsets[TILE];

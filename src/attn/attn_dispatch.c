@@ -24,6 +24,7 @@ const attn_ops *attn_ops_current(void) {
 #if defined(__x86_64__)
     switch (isa_current()) {
     case ISA_AMX:
+    case ISA_AVX512VBMI:
     case ISA_AVX512VNNI:
     case ISA_AVX512: return &attn_ops_avx512;
     case ISA_AVXVNNI:
@@ -40,6 +41,7 @@ const attn_decode_ops *attn_decode_current(void) {
 #if defined(__x86_64__)
     switch (isa_current()) {
     case ISA_AMX: return &attn_decode_int2_amx;
+    case ISA_AVX512VBMI: return &attn_decode_int2_avx512vbmi;
     case ISA_AVX512VNNI: return &attn_decode_int2_avx512vnni;
     /* Without dot products of bytes no faster than tiles of this width, which keep more digits. */
     case ISA_AVX512: return NULL;

@@ -49,8 +49,6 @@ static inline vf vf_times_pow2(vf x, vf n) {
 }
 
 static inline vf vf_reverse(vf x) { return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0)); }
-/* Lanes 2 i and 2 i + 1 exchanged. */
-static inline vf vf_swap_pairs(vf x) { return _mm256_permute_ps(x, 0xb1); }
 
 /* All ones in the lanes whose bit is set. */
 static inline __m256 lane_mask(uint32_t bits) {
@@ -70,6 +68,9 @@ static inline void vf_store_pairs(float *p, vf x, vf y) {
     _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
     _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
 }
+
+/* Lanes 0 to 3 and 4 to 7 exchanged. */
+static inline vf vf_swap_quads(vf x) { return _mm256_permute2f128_ps(x, x, 1); }
 
 static inline float vf_sum(vf x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

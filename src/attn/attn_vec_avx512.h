@@ -42,8 +42,6 @@ static inline vf vf_times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 static inline vf vf_reverse(vf x) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), x);
 }
-/* Lanes 2 i and 2 i + 1 exchanged. */
-static inline vf vf_swap_pairs(vf x) { return _mm512_permute_ps(x, 0xb1); }
 
 /* Lanes whose bit is clear become 0, or -inf. */
 static inline vf vf_keep(uint32_t bits, vf x) { return _mm512_maskz_mov_ps((__mmask16)bits, x); }
@@ -58,6 +56,9 @@ static inline void vf_store_pairs(float *p, vf x, vf y) {
     _mm512_storeu_ps(p, _mm512_permutex2var_ps(x, low, y));
     _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(x, high, y));
 }
+
+/* Lanes 0 to 3 and 4 to 7 exchanged, as 8 to 11 and 12 to 15. */
+static inline vf vf_swap_quads(vf x) { return _mm512_shuffle_f32x4(x, x, 0xb1); }
 
 static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
 static inline float vf_top(vf x) { return _mm512_reduce_max_ps(x); }

@@ -48,8 +48,6 @@ static inline vf vf_reverse(vf x) {
     vf pairs = vrev64q_f32(x);
     return vextq_f32(pairs, pairs, 2);
 }
-/* Lanes 2 i and 2 i + 1 exchanged. */
-static inline vf vf_swap_pairs(vf x) { return vrev64q_f32(x); }
 
 /* All ones in the lanes whose bit is set. */
 static inline uint32x4_t lane_mask(uint32_t bits) {

@@ -32,7 +32,8 @@ static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin
 /* The instruction sets that have code of their own, in rising order: those of x86-64, those of AArch64.
  * A processor runs those below its best, but for AVXVNNI, which some with AVX-512 lack. */
 typedef enum isa {
-    ISA_REF = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AVX512VNNI = 4, ISA_AMX = 5, ISA_NEON = 6, ISA_NEONDOT = 7,
+    ISA_REF = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AVX512VNNI = 4, ISA_AVX512VBMI = 5, ISA_AMX = 6,
+    ISA_NEON = 7, ISA_NEONDOT = 8,
     ISA_COUNT
 } isa;
 /* As OSCAR_ISA and oscar_isa_select() know them. */

@@ -17,7 +17,7 @@
 
 #define AVX_VNNI (1u << 4) /* of leaf 7's subleaf 1, EAX */
 
-const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+const char *const isa_names[ISA_COUNT] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512vbmi", "amx", "neon", "neondot"};
 static atomic_int isa_chosen = -1; /* -1: not asked yet */
 static atomic_bool isa_selected;   /* by oscar_isa_select(), whatever OSCAR_ISA says */
 
@@ -26,7 +26,7 @@ isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, u
     const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
     const uint32_t avx2 = 1u << 5;
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
-    const uint32_t vnni = 1u << 11; /* of leaf 7's ECX */
+    const uint32_t vnni = 1u << 11, vbmi = 1u << 1; /* of leaf 7's ECX */
     const uint32_t amx = 1u << 22 | 1u << 24 | 1u << 25; /* of its EDX: BF16, TILE, INT8 */
     const uint32_t leaf1 = fma | osxsave | avx | f16c;
     /* The operating system must save the registers too, or the first use is a fault: XCR0 bits 1-2
@@ -35,8 +35,9 @@ isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, u
     if ((leaf7_ebx & avx512) != avx512 || (xcr0 & 0xe6) != 0xe6)
         return leaf7_1_eax & AVX_VNNI ? ISA_AVXVNNI : ISA_AVX2;
     if (!(leaf7_ecx & vnni)) return ISA_AVX512;
+    if (!(leaf7_ecx & vbmi)) return ISA_AVX512VNNI;
     /* Bits 17 and 18 are the tiles and their configuration. */
-    if ((leaf7_edx & amx) != amx || (xcr0 & 0x60000) != 0x60000) return ISA_AVX512VNNI;
+    if ((leaf7_edx & amx) != amx || (xcr0 & 0x60000) != 0x60000) return ISA_AVX512VBMI;
     return ISA_AMX;
 }
 
@@ -77,7 +78,7 @@ static isa isa_best(void) {
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     (void)b, (void)c;
     isa best = isa_from_cpuid(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1(), (uint64_t)high << 32 | low);
-    return best == ISA_AMX && !tiles_granted() ? ISA_AVX512VNNI : best;
+    return best == ISA_AMX && !tiles_granted() ? ISA_AVX512VBMI : best;
 #elif defined(__aarch64__) && defined(__linux__)
     return isa_from_hwcap(getauxval(AT_HWCAP));
 #elif defined(__aarch64__)

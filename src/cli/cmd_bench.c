@@ -218,7 +218,7 @@ static oscar_status measure_append(bench *b, int32_t n, json_t *results, oscar_e
 
 /* Plain C's output is what the others are compared with. */
 static oscar_status run_paths(bench *b, const char *only, json_t *results, oscar_error *error) {
-    static const char *const names[] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "amx", "neon", "neondot"};
+    static const char *const names[] = {"ref", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512vbmi", "amx", "neon", "neondot"};
     const int32_t most = b->kind == BENCH_PREFILL ? FILL_CHUNK : b->n_seqs;
     float *want = calloc((size_t)most * q_floats(b), sizeof(float));
     double ns, seconds = b->seconds;
@@ -239,14 +239,30 @@ static oscar_status run_paths(bench *b, const char *only, json_t *results, oscar
     return status;
 }
 
+/* Rotary embedding with a base of 1e4, and the means of its n fastest pairs tracked. */
+static oscar_status track_pairs(bench *b, int32_t n, oscar_error *error) {
+    const int32_t heads = b->layer.n_kv_heads;
+    int32_t *pairs = calloc((size_t)(heads * n), sizeof *pairs);
+    float *means = calloc(kv_floats(b), sizeof *means);
+    oscar_status status = pairs && means ? OSCAR_OK : OSCAR_ERROR_MEMORY;
+    for (int32_t i = 0; !status && i < heads * n; i++) pairs[i] = i % n;
+    if (!status) fill_random(means, kv_floats(b));
+    if (!status) status = oscar_rotations_track(b->rotations, 0, n, pairs, means, error);
+    free(pairs), free(means);
+    return status;
+}
+
 /* A layer of the options' shape with Hadamard rotations, or the first layer of a rotation file. */
-static int make_layer(bench *b, const char *path, int64_t d, int64_t group, int64_t heads, int64_t bits) {
-    oscar_error error;
+static int make_layer(bench *b, const char *path, int64_t d, int64_t group, int64_t heads, int64_t bits, int64_t tracked) {
+    oscar_error error = {.message = "no memory"};
     oscar_rotations *file = NULL;
     b->layer = (oscar_layer){.n_kv_heads = (int32_t)heads, .n_q_heads = (int32_t)(heads * group), .head_dim = (int32_t)d,
-                             .rope = {.layout = OSCAR_ROPE_NONE, .magnitude = 1.0f}};
+                             .rope = {.layout = tracked ? OSCAR_ROPE_HALF_SPLIT : OSCAR_ROPE_NONE, .magnitude = 1.0f}};
+    if (tracked) b->layer.rope.n_dims = (int32_t)d;
+    for (int32_t f = 0; f < b->layer.rope.n_dims / 2; f++) b->layer.rope.inv_freq[f] = powf(1e4f, -2.0f * (float)f / (float)d);
     oscar_status status = path ? oscar_rotations_load(&file, path, &error)
                                : oscar_rotations_hadamard(&b->rotations, &b->layer, 1, (int32_t)bits, &error);
+    if (!status && !path && tracked) status = track_pairs(b, (int32_t)tracked, &error);
     if (status) return cli_error("%s", error.message);
     if (!path) return CLI_CONTINUE;
     b->rotations = file;
@@ -298,9 +314,9 @@ int cmd_bench(int argc, char **argv) {
         {"rotations", 0, CLI_STRING, &rotations, "FILE", "a rotation file of one layer, whose shape, tracked pairs\nand bits are taken"},
         {"depth", 0, CLI_INT, &depth, "N", "tokens of a sequence (default 4096)"},
         {"seqs", 0, CLI_INT, &seqs, "N", "most sequences in a step, 1, 4, 16, ... (default 4)"},
-        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avxvnni, avx512, avx512vnni, amx, neon, neondot (default: all\nthat run here but ref)"},
+        {"isa", 0, CLI_STRING, &isa, "NAME", "one path: ref, avx2, avxvnni, avx512, avx512vnni, avx512vbmi, amx, neon, neondot (default: all\nthat run here but ref)"},
         {"device", 0, CLI_STRING, &device, "cpu|cuda", "cuda: attn on the GPU, BF16 window of 64 + 256, 1, 4, 16, ...\nsequences; against a pure read of the same pages"},
-        {"tracked", 0, CLI_INT, &tracked, "N", "with --device cuda: tracked pairs, a multiple of 8 (default 0)"},
+        {"tracked", 0, CLI_INT, &tracked, "N", "tracked pairs, a multiple of 8 (default 0)"},
         {"seconds", 0, CLI_DOUBLE, &seconds, "S", "time spent on a number (default 0.5)"},
         {"json", 0, CLI_FLAG, &json, NULL, "print JSON"},
     };
@@ -331,9 +347,11 @@ int cmd_bench(int argc, char **argv) {
     if (d < 16 || d > OSCAR_MAX_HEAD_DIM || group < 1 || group > OSCAR_MAX_GQA_GROUP || heads < 1 || heads > 256 || bits < 2 || bits > 4)
         return cli_usage_error(&spec, "no such layer: head_dim %lld, group %lld, %lld KV heads, %lld bits", (long long)d,
                                (long long)group, (long long)heads, (long long)bits);
+    if (tracked < 0 || tracked > d / 2 || tracked % 8) return cli_usage_error(&spec, "expected a multiple of 8 up to %lld after --tracked", (long long)d / 2);
+    if (rotations && tracked) return cli_usage_error(&spec, "the file given by --rotations has its own tracked pairs");
     if (strcmp(device, "cuda") == 0) {
         if (b.kind != BENCH_ATTN || rotations || isa) return cli_usage_error(&spec, "--device cuda measures attn, of a layer given by options");
-        return bench_cuda_attn((int32_t)d, (int32_t)heads, (int32_t)group, (int32_t)bits, (int32_t)(tracked < 1024 ? tracked : 1024),
+        return bench_cuda_attn((int32_t)d, (int32_t)heads, (int32_t)group, (int32_t)bits, (int32_t)tracked,
                                (int32_t)depth, (int32_t)seqs, json);
     }
     if (strcmp(device, "cpu") != 0) return cli_usage_error(&spec, "expected cpu or cuda after --device, found %s", device);
@@ -342,6 +360,6 @@ int cmd_bench(int argc, char **argv) {
     b.n_seqs = (int32_t)seqs;
     b.seconds = seconds;
     oscar_isa_select(NULL);
-    stop = make_layer(&b, rotations, d, group, heads, bits);
+    stop = make_layer(&b, rotations, d, group, heads, bits, tracked);
     return stop == CLI_CONTINUE ? run_bench(&b, isa, json) : stop;
 }

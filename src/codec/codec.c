@@ -35,6 +35,7 @@ uint32_t codec_quantize_rows(const row_codec *codec, int n_rows, const float *x,
 #if defined(__x86_64__)
     switch (isa_current()) {
     case ISA_AMX:
+    case ISA_AVX512VBMI:
     case ISA_AVX512VNNI:
     case ISA_AVX512: ops = &codec_ops_avx512; break;
     case ISA_AVXVNNI:

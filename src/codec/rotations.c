@@ -308,3 +308,43 @@ oscar_status oscar_rotations_hadamard(oscar_rotations **out, const oscar_layer *
     }
     return OSCAR_OK;
 }
+
+/* The two coordinates of a pair among the channels of a head. */
+static void pair_channels(const oscar_rope *rope, int32_t pair, int32_t at[2]) {
+    at[0] = rope->layout == OSCAR_ROPE_ADJACENT ? 2 * pair : pair;
+    at[1] = rope->layout == OSCAR_ROPE_ADJACENT ? 2 * pair + 1 : pair + rope->n_dims / 2;
+}
+
+oscar_status oscar_rotations_track(oscar_rotations *rotations, int32_t layer, int32_t n_pairs, const int32_t *pairs,
+                                   const float *means, oscar_error *error) {
+    if (layer < 0 || layer >= rotations->n_layers)
+        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "layer is %d, expected 0 to %d", layer, rotations->n_layers - 1);
+    rotations_layer *l = &rotations->layers[layer];
+    const int32_t heads = l->shape.n_kv_heads, d = l->shape.head_dim, most = l->shape.rope.n_dims / 2;
+    if (rotations->packed || l->n_tracked)
+        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "layer %d has its means already", layer);
+    if (n_pairs < 1 || n_pairs > most)
+        return error_set(error, OSCAR_ERROR_ARGUMENT, -1, "n_pairs is %d, expected 1 to the %d of layer %d", n_pairs, most, layer);
+    rotations_layer made = {.shape = l->shape, .n_tracked = n_pairs};
+    made.tracked = aligned_calloc((size_t)heads * (size_t)n_pairs, sizeof *made.tracked);
+    made.k_tracked = aligned_calloc((size_t)heads * (size_t)d, sizeof *made.k_tracked);
+    oscar_status status = OSCAR_OK;
+    if (!made.tracked || !made.k_tracked)
+        status = error_set(error, OSCAR_ERROR_MEMORY, -1, "no memory for %d pairs of layer %d", n_pairs, layer);
+    if (!status) memcpy(made.tracked, pairs, (size_t)heads * (size_t)n_pairs * sizeof *pairs);
+    if (!status && check_tracked(&made, layer, error)) status = OSCAR_ERROR_ARGUMENT;
+    for (int32_t i = 0; !status && i < heads * n_pairs; i++) {
+        int32_t at[2];
+        pair_channels(&l->shape.rope, pairs[i], at);
+        for (int k = 0; k < 2; k++) made.k_tracked[(size_t)(i / n_pairs) * (size_t)d + (size_t)at[k]] = means[(size_t)(i / n_pairs) * (size_t)d + (size_t)at[k]];
+    }
+    if (!status) status = check_finite("means", made.k_tracked, (size_t)heads * (size_t)d, layer, error);
+    if (status) {
+        aligned_free(made.tracked), aligned_free(made.k_tracked);
+        return status;
+    }
+    l->n_tracked = n_pairs;
+    l->tracked = made.tracked;
+    l->k_tracked = made.k_tracked;
+    return OSCAR_OK;
+}
