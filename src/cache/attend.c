@@ -14,6 +14,7 @@
  * turned, and BF16 rows, which are not. What a block does not see costs nothing: where all is BF16, as in a
  * short context, no rotation is read. */
 enum { HISTORY, NEAR };
+#define SHARES_A_THREAD 4 /* of a step's attention */
 typedef struct item_rows {
     attn_rows of[2];
     bool begun[2]; /* queries are there */
@@ -356,12 +357,13 @@ static void prefetch_first(const oscar_cache *cache, const step_block *block, in
         prefetch_history(cache, block, head, b, b == begin ? layer->history_head_bytes : layer->history_value_offset);
 }
 
+/* Pages [begin, end); after them the thread goes on to `horizon`. */
 static void attend_pages(const oscar_cache *cache, const step_block *block, int32_t head, int32_t begin, int32_t end,
-                         item_rows *item, thread_scratch *scratch) {
+                         int32_t horizon, item_rows *item, thread_scratch *scratch) {
     const step_state *s = &cache->step;
     const cache_layer *layer = &cache->layers[s->layer];
     attn_rows *history = &item->of[HISTORY], *near_rows = &item->of[NEAR];
-    const int32_t far_end = history_end(cache, block, begin, end);
+    const int32_t far_end = history_end(cache, block, begin, horizon);
     for (int32_t b = begin; b < end; b++) {
         uint64_t far, near;
         if (!page_masks(cache, block, b, scratch, &far, &near)) continue;
@@ -378,7 +380,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (near) {
             take_rows(cache, block, head, item, NEAR, scratch);
             turn_queries(cache, head, b, false, near_rows, scratch);
-            if (decodes(scratch, false)) ask_overlay(cache, block, head, b + 1 < end ? b + 1 : -1, scratch);
+            if (decodes(scratch, false)) ask_overlay(cache, block, head, b + 1 < horizon ? b + 1 : -1, scratch);
             overlay_tile(cache, block, head, b, near, near_rows, scratch->near, scratch);
         }
     }
@@ -473,9 +475,9 @@ static void store_partial(const item_rows *item, item_rows *partial) {
 
 /* One piece of a shared block; whoever is last merges all, in order. */
 static void attend_piece(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece, int32_t begin,
-                         int32_t end, item_rows *item, thread_scratch *scratch) {
+                         int32_t end, int32_t horizon, item_rows *item, thread_scratch *scratch) {
     step_state *s = &cache->step;
-    attend_pages(cache, block, head, begin, end, item, scratch);
+    attend_pages(cache, block, head, begin, end, horizon, item, scratch);
     item_rows partial = partial_rows(cache, block, piece, head, item);
     store_partial(item, &partial);
     if (atomic_fetch_add(&s->arrived[block->partial + head], 1) + 1 < block->n_pieces) return;
@@ -487,35 +489,64 @@ static void attend_piece(oscar_cache *cache, const step_block *block, int32_t he
     write_rows(cache, block, head, item, scratch);
 }
 
-static void attend_item(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece,
+/* The pages of a piece that the block sees. */
+static int32_t piece_begin(const step_block *block, int32_t piece) {
+    const int32_t begin = piece_start(block->first_piece + piece);
+    return begin > block->page_begin ? begin : block->page_begin;
+}
+static int32_t piece_end(const step_block *block, int32_t piece) {
+    const int32_t end = piece_start(block->first_piece + piece + 1);
+    return end < block->page_end ? end : block->page_end;
+}
+
+/* `count` pieces of a shared block from `piece` on, or all of another. */
+static void attend_item(oscar_cache *cache, const step_block *block, int32_t head, int32_t piece, int32_t count,
                         thread_scratch *scratch) {
     item_rows item = make_rows(cache, block, scratch), total = item;
     place_rows(&total, ATTN_ROWS_MAX, scratch->total);
-    int32_t last = block->shared ? piece + 1 : block->n_pieces;
+    const int32_t first = piece, last = block->shared ? piece + count : block->n_pieces, horizon = piece_end(block, last - 1);
     if (block->n_pieces > 1 && !block->shared) clear_rows(&total);
-    for (const int32_t first = piece; piece < last; piece++) {
-        int32_t begin = piece_start(block->first_piece + piece), end = piece_start(block->first_piece + piece + 1);
-        if (begin < block->page_begin) begin = block->page_begin;
-        if (end > block->page_end) end = block->page_end;
-        prefetch_first(cache, block, head, begin, end);
-        if (piece == first) begin_pages(cache, block, head, &item, scratch);
+    prefetch_first(cache, block, head, piece_begin(block, first), horizon);
+    begin_pages(cache, block, head, &item, scratch);
+    for (; piece < last; piece++) {
+        const int32_t begin = piece_begin(block, piece), end = piece_end(block, piece);
+        if (piece > first) clear_rows(&item);
         if (block->shared) {
-            attend_piece(cache, block, head, piece, begin, end, &item, scratch);
-            break;
+            attend_piece(cache, block, head, piece, begin, end, horizon, &item, scratch);
+            continue;
         }
-        attend_pages(cache, block, head, begin, end, &item, scratch);
-        if (block->n_pieces == 1) break;
-        for (int k = 0; k < 2; k++) merge_rows(&total.of[k], &item.of[k]);
-        clear_rows(&item);
+        attend_pages(cache, block, head, begin, end, horizon, &item, scratch);
+        for (int k = 0; block->n_pieces > 1 && k < 2; k++) merge_rows(&total.of[k], &item.of[k]);
     }
     if (scratch->decode_ops && scratch->decode_ops->end) scratch->decode_ops->end(scratch->decode);
     if (block->shared) return;
     write_rows(cache, block, head, block->n_pieces > 1 ? &total : &item, scratch);
 }
 
-void step_attend_phase(oscar_cache *cache, thread_scratch *scratch) {
+/* Entries of the list of items, each for one head, that a thread takes at once. Every share of a block prepares its queries
+ * anew, so shares are as large as a few for each thread allow. */
+static int32_t share_of_items(const step_state *s, int32_t n_threads) {
+    const int32_t shares = SHARES_A_THREAD * n_threads;
+    return s->n_items > shares ? s->n_items / shares : 1;
+}
+
+/* Entries [first, end) of the list, which has pieces in falling order. */
+static void attend_entries(oscar_cache *cache, int32_t head, int32_t first, int32_t end, thread_scratch *scratch) {
+    const step_state *s = &cache->step;
+    for (int32_t n; end > first; end -= n) {
+        const step_block *block = &s->blocks[s->item_block[end - 1]];
+        n = 1;
+        while (block->shared && end - n > first && s->item_block[end - n - 1] == s->item_block[end - 1]) n++;
+        attend_item(cache, block, head, s->item_piece[end - 1], n, scratch);
+    }
+}
+
+void step_attend_phase(oscar_cache *cache, int32_t n_threads, thread_scratch *scratch) {
     step_state *s = &cache->step;
-    int32_t heads = cache->layers[s->layer].shape.n_kv_heads;
-    for (int32_t w; (w = atomic_fetch_add(&s->next[2].count, 1)) < s->n_items;)
-        attend_item(cache, &s->blocks[s->item_block[w / heads]], w % heads, s->item_piece[w / heads], scratch);
+    const int32_t heads = cache->layers[s->layer].shape.n_kv_heads, entries = s->n_items / heads;
+    const int32_t share = share_of_items(s, n_threads), n_shares = (entries + share - 1) / share * heads;
+    for (int32_t w; (w = atomic_fetch_add(&s->next[2].count, 1)) < n_shares;) {
+        const int32_t first = w / heads * share, end = first + share < entries ? first + share : entries;
+        attend_entries(cache, w % heads, first, end, scratch);
+    }
 }

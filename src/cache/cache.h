@@ -283,7 +283,7 @@ int32_t step_short_rows(int32_t group);
 void step_append_phase(oscar_cache *cache, thread_scratch *scratch, bool store);
 void step_store_phase(oscar_cache *cache);
 void step_kivi_phase(oscar_cache *cache);
-void step_attend_phase(oscar_cache *cache, thread_scratch *scratch);
+void step_attend_phase(oscar_cache *cache, int32_t n_threads, thread_scratch *scratch);
 /* Whether a query of the first block sees something of the history. */
 bool step_sees_history(const oscar_cache *cache);
 /* Turns the queries of one KV head of a step of one token. */

@@ -230,7 +230,7 @@ void oscar_step_run(oscar_cache *cache, int32_t ith, int32_t n_threads) {
         if (ith == 0) step_kivi_phase(cache);
         spin_barrier_wait(&s->barrier, n_threads);
     }
-    if (works) step_attend_phase(cache, &scratch);
+    if (works) step_attend_phase(cache, n_threads, &scratch);
 }
 
 oscar_status oscar_step_finish(oscar_cache *cache, oscar_error *error) {
