@@ -309,13 +309,15 @@ static void *run_thread(void *p) {
     return NULL;
 }
 
-/* The same bits for any number of threads: prefill, a token with one piece of pages, one whose pages are shared out. */
+/* The same bits for any number of threads: prefill, a token with one piece of pages, one whose pages are shared out, of
+ * which a thread takes one to three pieces at once. */
 static void test_threads(void **state) {
     (void)state;
     uint64_t seed = rng_seed("threads", 7);
     enum { N = 1000 };
     shape s = SMALL;
     s.d = 64;
+    s.kv_heads = 8; /* 24 pieces of 1,001 tokens */
     float *first = NULL;
     for (int threads = 1; threads <= 8; threads++) {
         fixture f;
