@@ -61,7 +61,10 @@ template <class C> DEVICE void fetch_table(const SegmentData<C> &s, const uint4 
 template <class C, int MODE>
 DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head) {
     const int steps = p.bias_steps, size = steps * C::BIAS_BLOCKS * 64, tid = thread_index();
-    if constexpr (C::RUNS) {
+    if constexpr (C::FEW) {
+        fetch_table<C>(s, p.bias_few, head, FEW_LINES);
+        if (tid < 4) fetch_constant(s.run_half + 4 * tid, p.bias_half + head * 16 + 4 * tid);
+    } else if constexpr (C::RUNS) {
         if (p.bias_long_runs) fetch_table<C>(s, p.bias_runs, head, run_lines(steps, false));
         else fetch_table<C>(s, p.bias_short_runs, head, run_lines(steps, true));
         if (tid < steps * 2) fetch_constant(s.run_half + 4 * tid, p.bias_half + head * steps * 8 + 4 * tid);
@@ -73,7 +76,7 @@ DEVICE void fetch_bias(const DecodeParams &p, const SegmentData<C> &s, int head)
                      : "memory");
     if (tid < steps * 4) {
         fetch_constant(s.bias_turn + 2 * tid, p.bias_turn + head * steps * 8 + 2 * tid);
-        if (C::MIRRORED || Beginnings<C, MODE>::STEPS > 0)
+        if (C::MIRRORED || (!C::RUNS && Beginnings<C, MODE>::STEPS > 0))
             fetch_constant(s.bias_stride + tid, p.bias_strides + (C::BIAS_STRIDE * p.n_kv_heads + head) * steps * 4 + tid);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -84,11 +87,13 @@ template <class C> struct BiasItem {
     int4 dims; /* of the two pairs */
     float4 nu;
     uint32_t q[4];
+    float unit; /* C::FEW: the head's */
 
     DEVICE void load_constants(const DecodeParams &p, int head, int i) {
         const int pairs = (head * p.bias_steps + i / (C::TILES * 32)) * 4 + (i & 3);
         dims = __ldg(reinterpret_cast<const int4 *>(p.bias_dims) + pairs);
         nu = __ldg(p.bias_nu + pairs);
+        if (C::FEW) unit = __ldg(p.bias_units + head);
     }
     DEVICE void load_query(const DecodeParams &p, const Target &to, int i) {
         const uint16_t *row = query_row<C>(p, to, column_row<C>(i / 32 % C::TILES, (i & 31) >> 2));
@@ -97,22 +102,38 @@ template <class C> struct BiasItem {
         q[2] = row ? load_u16(row + dims.z) : 0u;
         q[3] = row ? load_u16(row + dims.w) : 0u;
     }
+    /* |z| of the two pairs, over the head's unit. */
+    DEVICE float size(const DecodeParams &p) const {
+        const float a0 = q_value<C>(p, q[0], 0), a1 = q_value<C>(p, q[1], 0);
+        const float b0 = q_value<C>(p, q[2], 0), b1 = q_value<C>(p, q[3], 0);
+        return sqrt_fast((a0 * a0 + a1 * a1) * (nu.x * nu.x + nu.y * nu.y)) +
+               sqrt_fast((b0 * b0 + b1 * b1) * (nu.z * nu.z + nu.w * nu.w));
+    }
+    /* C::FEW: sums of |z| of a row over the 8 pairs of a step, in log2, by four lanes. */
+    DEVICE void put_sums(const DecodeParams &p, const SegmentData<C> &s, int i) const {
+        const int tile = i / 32 % C::TILES, column = (i & 31) >> 2;
+        float sum = size(p) * unit * fabsf(p.scale_log2);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+        if ((i & 3) == 0 && (tile < C::FULL || !(column & 1)))
+            s.bias_sums[i / (C::TILES * 32) * 16 + column_row<C>(tile, column)] =
+                static_cast<int>(fminf(sum, SMALL_BIAS) * SUM_UNIT) + 1;
+    }
     DEVICE void put(const DecodeParams &p, const SegmentData<C> &s, int i) const {
         const int tile = i / 32 % C::TILES, column = (i & 31) >> 2, row = column_row<C>(tile, column);
-        const float up = C::RUNS ? s.query_scale[row] * (s.query_unit[row] * RUN_UNIT) : s.query_scale[row];
+        float up = C::RUNS ? s.query_scale[row] * (s.query_unit[row] * run_unit<C>()) : s.query_scale[row];
+        if (C::FEW) up *= few_excess(*s.bias_unit);
         const float a0 = q_value<C>(p, q[0], 0), a1 = q_value<C>(p, q[1], 0);
         const float b0 = q_value<C>(p, q[2], 0), b1 = q_value<C>(p, q[3], 0);
         const float4 z = make_float4((a0 * nu.x + a1 * nu.y) * up, (a1 * nu.x - a0 * nu.y) * up,
                                      (b0 * nu.z + b1 * nu.w) * up, (b1 * nu.z - b0 * nu.w) * up);
         s.bias_query[i] = z;
         const int step = i / (C::TILES * 32) - 2;
-        if (C::RUNS && step >= 0)
+        if (C::RUNS && !C::FEW && step >= 0)
             reinterpret_cast<uint2 *>(s.run_query)[2 * ((step / 2 * C::TILES + tile) * 32 + (i & 31)) + (step & 1)] =
                 make_uint2(pack_half2(z.x, z.y), pack_half2(z.z, z.w));
-        if (tile >= C::FULL && (column & 1)) return; /* the same row again */
-        const float size = sqrt_fast((a0 * a0 + a1 * a1) * (nu.x * nu.x + nu.y * nu.y)) +
-                           sqrt_fast((b0 * b0 + b1 * b1) * (nu.z * nu.z + nu.w * nu.w));
-        const float sum = size * *s.bias_unit * fabsf(p.scale_log2);
+        if (C::FEW || (tile >= C::FULL && (column & 1))) return; /* the same row again */
+        const float sum = size(p) * *s.bias_unit * fabsf(p.scale_log2);
         atomicAdd(s.bias_sums + row, sum < SMALL_BIAS ? static_cast<int>(sum * SUM_UNIT) + 1 : SMALL_BIAS * SUM_UNIT);
     }
 };
@@ -197,9 +218,11 @@ template <class C, int MODE> struct Opening {
     }
 };
 
-/* Rotates the segment's queries into shared memory and gathers what the bias needs. */
-template <class C, int MODE>
-DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, Opening<C, MODE> &o, int warp, int lane) {
+/* Rotates the segment's queries into shared memory and gathers what the bias needs. loaded: what is done once the small
+ * loads have come. */
+template <class C, int MODE, class Loaded>
+DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &to, Opening<C, MODE> &o, int warp, int lane,
+                            const Loaded &loaded) {
     constexpr int ROW_TILES = Opening<C, MODE>::ROW_TILES, CHUNK = Opening<C, MODE>::CHUNK;
     constexpr int TURNS = (C::STEPS + C::WARPS - 1) / C::WARPS;
     const int g = lane >> 2, t = lane & 3;
@@ -249,11 +272,16 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
             if (turn == 0 && m == 0 && t == 0 && 8 * j + g < C::ROWS) s.query_scale[8 * j + g] = scale[j];
         }
     }
+    loaded();
     o.mean.put(p, s, warp, lane);
     if (has_bias<MODE>(p)) asm volatile("cp.async.wait_all;" ::: "memory");
     else if (MODE == MODE_BIAS_CAP && thread_index() == 0) *s.bias_unit = 0;
-    if (MODE != MODE_PLAIN && thread_index() < 16) s.bias_sums[thread_index()] = 0;
+    if (MODE != MODE_PLAIN && !C::FEW && thread_index() < 16) s.bias_sums[thread_index()] = 0;
+    if (C::FEW && o.own_item() < 2 * C::TILES * 32) o.item[0].put_sums(p, s, o.own_item());
     if (C::BYTES || has_bias<MODE>(p)) __syncthreads(); /* queries and their scales */
+    if constexpr (C::FEW) { /* where biases need it, the table with low halves in place of the other */
+        if (has_large_bias<C>(s, lane)) fetch_table<C>(s, p.bias_few_low, to.head, FEW_LOW_LINES);
+    }
     if (C::BYTES && warp < C::COLUMNS) put_byte_query<C, MODE>(s, warp, lane);
     if (C::RUNS) __syncthreads(); /* units of these */
     if (has_bias<MODE>(p)) {
@@ -268,8 +296,9 @@ DEVICE void prepare_segment(const DecodeParams &p, uint8_t *area, const Target &
             o.item[0].put(p, s, i);
         }
     }
+    if (C::FEW) asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    if constexpr (C::RUNS) { /* where biases turn out to need it, the table of short runs in place of that of long ones */
+    if constexpr (C::RUNS && !C::FEW) { /* where biases turn out to need it, the table of short runs in place of the other */
         if (p.bias_long_runs && has_large_bias<C>(s, lane)) {
             fetch_table<C>(s, p.bias_short_runs, to.head, run_lines(p.bias_steps, true));
             asm volatile("cp.async.wait_all;" ::: "memory");
@@ -315,8 +344,8 @@ DEVICE uint32_t look_up(const DecodeParams &p, int start, int end, const Place &
     const int item = start + warp + (first + lane) * C::WARPS;
     if (item >= end) return 0u;
     constexpr int RUN_WARPS = C::RUNS ? C::WARPS : 0;
-    return item < place.base + items.count() ? source_in_segment<RUN_WARPS>(p, item, place, items)
-                                             : source_beyond<RUN_WARPS>(p, item, place);
+    return item < place.base + items.count() ? source_in_segment<RUN_WARPS, C::RUN>(p, item, place, items, start, end)
+                                             : source_beyond<RUN_WARPS, C::RUN>(p, item, place, start, end);
 }
 template <class C> DEVICE uint32_t look_up_ahead(const DecodeParams &p, const Control &ctl, int first) {
     return look_up<C>(p, ctl.start, ctl.end, ctl.place, ctl.items, first, threadIdx.x >> 5, threadIdx.x & 31);
@@ -352,11 +381,11 @@ template <class C> struct Feeder {
     }
 
     /* The current stage has been read: fetch the next item into it. */
-    DEVICE void refill(const DecodeParams &p, const Control &ctl, int lane) {
+    template <bool ELECT> DEVICE void refill(const DecodeParams &p, const Control &ctl, int lane) {
         __syncwarp();
         const uint32_t source = __shfl_sync(FULL_WARP, now, issued & 31);
 #if HAVE_BULK_COPY
-        if (issued < n_items && lane == 0) copy(p, ring.stage, source, true, lane);
+        if (issued < n_items && (ELECT ? elected() : lane == 0)) copy(p, ring.stage, source, true, lane);
 #else
         copy(p, ring.stage, source, issued < n_items, lane);
 #endif
@@ -368,9 +397,15 @@ template <class C> struct Feeder {
     }
 };
 
+/* Whether a warp elects the lane that asks for the next item, or lane 0 does. What is faster depends on what the compiler makes
+ * of the loop: up to 5 % either way, measured. */
+template <class C> __host__ __device__ constexpr bool elects() {
+    return C::COLUMNS != 3 && !C::RUNS;
+}
+
 /* Items of this warp in [first, last) of the launch. */
 template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int last) {
-    const int mine = ctl.start + static_cast<int>(threadIdx.x >> 5);
+    const int mine = ctl.start + warp_index();
     const int before = max(first - mine + C::WARPS - 1, 0) / C::WARPS;
     return max(last - mine + C::WARPS - 1, 0) / C::WARPS - before;
 }
@@ -378,7 +413,7 @@ template <class C> DEVICE int items_of_warp(const Control &ctl, int first, int l
 template <class C, int MODE>
 DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
                       uint8_t *stages, int n_units, int unit, Bias<C, MODE> &start) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = warp_index(), lane = threadIdx.x & 31;
     const int first_row = target_of<C>(p, ctl.place).first_row;
 #pragma unroll 1
     for (; n_units > 0; n_units--, unit += C::WARPS) {
@@ -387,7 +422,7 @@ DEVICE void run_units(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, u
         const int row = sink ? ctl.items.sink_first + unit : ctl.items.recent_first + unit - ctl.items.n_sink;
         attend_unit<C, MODE>(rows, area, p, stages + feeder.ring.stage * C::STAGE, sink ? ITEM_SINK : ITEM_RECENT,
                              8 * row, ctl.place.length, first_row, warp, lane, start);
-        feeder.refill(p, ctl, lane);
+        feeder.template refill<elects<C>()>(p, ctl, lane);
     }
 }
 
@@ -397,10 +432,10 @@ DEVICE void run_tile(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, co
                      bool masked, float (&score)[8][C::COLUMNS], BIAS &bias) {
     feeder.ring.wait();
     attend_tile<C, MODE>(rows, p, ctl, stages + feeder.ring.stage * C::STAGE, page, masked, score, bias);
-    feeder.refill(p, ctl, threadIdx.x & 31);
+    feeder.template refill<elects<C>()>(p, ctl, threadIdx.x & 31);
 }
 
-/* Tiles of this warp from place `tile` of the list on, by runs of pages. clear: pages that every row sees whole. */
+/* Tiles of this warp from place `tile` of the CTA's list on, by runs of pages. clear: pages that every row sees whole. */
 template <class C, int MODE, bool LOW>
 DEVICE void run_runs(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
                      uint8_t *stages, int tile, int n_tiles, const Span &clear, RunBias<C> &runs) {
@@ -408,15 +443,47 @@ DEVICE void run_runs(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, ui
     float score[8][C::COLUMNS];
 #pragma unroll 1
     while (n_tiles > 0) {
-        int left;
-        const int first = ctl.items.tile_first + page_of_tile<C::WARPS>(tile, ctl.items.n_tiles, left);
-        const int n = min(min(left, n_tiles), RunBias<C>::template pages<LOW>());
+        const PageRun run = run_of_tile<C::WARPS, C::RUN>(tile, uniform(ctl.part.n));
+        const int first = uniform(ctl.items.tile_first + ctl.part.first) + run.first + run.turn;
+        const int n = min(min(run.length - run.turn, n_tiles), RunBias<C>::template pages<LOW>());
         runs.template make<LOW>(s, p, first, threadIdx.x & 31);
 #pragma unroll 1
         for (int k = 0; k < n; k++) {
             const int page = first + k;
             TileBias<C, LOW> bias(s, k);
             run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear.first || page >= clear.last, score, bias);
+        }
+        tile += n * C::WARPS;
+        n_tiles -= n;
+    }
+}
+
+/* The same with up to 16 pairs. */
+template <class C, int MODE, bool LOW>
+DEVICE void run_few(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows, uint8_t *area, const Control &ctl,
+                    uint8_t *stages, int tile, int n_tiles, const Span &clear, FewBias<C> &few) {
+    const SegmentData<C> s = segment_data<C>(area, 2);
+    float score[8][C::COLUMNS];
+#pragma unroll 1
+    while (n_tiles > 0) {
+        const PageRun run = run_of_tile<C::WARPS, C::RUN>(tile, uniform(ctl.part.n));
+        const int first = uniform(ctl.items.tile_first + ctl.part.first) + run.first, n = run.length;
+        const bool masked = first < clear.first || first + n > clear.last;
+        uint32_t order = page_order(n);
+        if (!LOW) few.make(s, first);
+#pragma unroll 1
+        for (int k = 0; k < n; k++) {
+            if constexpr (LOW) {
+                const PairedPage place = paired_page(k, n);
+                few.scores(s, first + place.edge, place.away, place.after, score);
+                NoTileBias<C> none;
+                run_tile<C, MODE>(p, feeder, rows, ctl, stages, first + place.page(), masked, score, none);
+            } else {
+                const int page = order & 15;
+                FewTile<C> bias(s, page);
+                run_tile<C, MODE>(p, feeder, rows, ctl, stages, first + page, masked, score, bias);
+                order >>= 4;
+            }
         }
         tile += n * C::WARPS;
         n_tiles -= n;
@@ -430,29 +497,33 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     const int from = max(ctl.start, base), to = min(ctl.end, base + ctl.items.count());
     const int middle = min(max(from, base + units), to);
     /* The first item of this warp in the segment, counted from the segment's first. */
-    const int first = ctl.start + static_cast<int>(threadIdx.x >> 5) +
-                      items_of_warp<C>(ctl, ctl.start, from) * C::WARPS - base;
+    const int first = ctl.start + warp_index() + items_of_warp<C>(ctl, ctl.start, from) * C::WARPS - base;
     const int n_units = items_of_warp<C>(ctl, from, middle);
     Bias<C, MODE> beginnings;
     beginnings.start(area, p);
     if (C::FOUR_ROWS && from < middle) split_query<C>(segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps));
     if (n_units > 0) run_units<C, MODE>(p, feeder, rows, area, ctl, stages, n_units, first, beginnings);
-    int n_tiles = items_of_warp<C>(ctl, middle, to);
-    int page = ctl.items.tile_first + first + n_units * C::WARPS - units;
+    int n_tiles = uniform(items_of_warp<C>(ctl, middle, to));
+    int page = uniform(ctl.items.tile_first + first + n_units * C::WARPS - units);
     /* Pages that every row sees whole. */
-    const int clear_first = (visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6;
-    const int clear_last = visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6;
+    const int clear_first = uniform((visible(p, ITEM_TILE, ctl.place.length - 1).first + 63) >> 6);
+    const int clear_last = uniform(visible(p, ITEM_TILE, ctl.place.length - p.n_q_tokens).last >> 6);
     float score[8][C::COLUMNS];
     NoTileBias<C> none;
     if constexpr (MODE == MODE_PLAIN) {
 #pragma unroll 1
         for (; n_tiles > 0; n_tiles--, page += C::WARPS) {
 #pragma unroll
-            for (int k = 0; k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] = rows.q_const[k % C::COLUMNS];
+            for (int k = 0; k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] = 0.0f;
             run_tile<C, MODE>(p, feeder, rows, ctl, stages, page, page < clear_first || page >= clear_last, score, none);
         }
+    } else if constexpr (C::FEW) {
+        const int tile = page - ctl.items.tile_first - ctl.part.first;
+        const Span clear = {clear_first, clear_last};
+        if (beginnings.large) run_few<C, MODE, true>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
+        else run_few<C, MODE, false>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
     } else if constexpr (C::RUNS) {
-        const int tile = page - ctl.items.tile_first;
+        const int tile = page - ctl.items.tile_first - ctl.part.first;
         const Span clear = {clear_first, clear_last};
         if (beginnings.large) run_runs<C, MODE, true>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
         else run_runs<C, MODE, false>(p, feeder, rows, area, ctl, stages, tile, n_tiles, clear, beginnings);
@@ -472,15 +543,20 @@ DEVICE void run_segment(const DecodeParams &p, Feeder<C> &feeder, Rows<C> &rows,
     }
 }
 
-template <class C>
+template <class C, int MODE>
 DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, Control &ctl) {
     const int warp = thread_index() >> 5, lane = thread_index() & 31;
     const Target to = target_of<C>(p, ctl.place);
     const int base = ctl.place.base, end = base + ctl.items.count();
     const int pads = C::FOUR_ROWS && p.n_seqs == 1 ? pads_of(p, end - base, ctl.items.units()) : 0;
     const int before = pads * ctl.place.part; /* in segments before */
+    const SegmentData<C> s = segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps);
+    float q_mean[C::COLUMNS]; /* q . mean in log2, which all scores of a row lack, unless there may be a soft cap */
+#pragma unroll
+    for (int i = 0; i < C::COLUMNS; i++)
+        q_mean[i] = MODE == MODE_BIAS_CAP ? 0.0f : s.query_mean[4 * i + (lane & 3)] * p.scale_log2;
     __syncthreads(); /* the segment's data is done with */
-    store_warp<C>(rows, area, warp, lane);
+    store_warp<C>(rows, area, q_mean, warp, lane);
     __syncthreads();
     if (base >= ctl.start && end <= ctl.end) {
         finish_alone<C>(p, area, to);
@@ -489,11 +565,11 @@ DEVICE void merge_segment(const DecodeParams &p, Rows<C> &rows, uint8_t *area, C
     const int segment = ctl.place.seq * p.n_kv_heads * p.row_tiles + ctl.place.part;
     const int first = cta_of(base + before, ctl.total), n = cta_of(end - 1 + before + pads, ctl.total) - first + 1;
     if (leave_partial<C>(p, area, ctl.start >= base ? 0 : 1, segment, n, &ctl.last_flag))
-        finish_partials<C>(p, area, to, 2 * first + (start_of(first, ctl.total) >= base + before ? 0 : 1), first, n);
+        finish_partials<C>(p, area, to, start_of(first, ctl.total) >= base + before ? 0 : 1, first, n);
 }
 
 template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *shared) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = warp_index(), lane = threadIdx.x & 31;
     const int area_size = area_bytes<C>(MODE == MODE_PLAIN ? 0 : p.bias_steps);
     uint8_t *area = shared + ring_bytes<C>();
     uint8_t *barriers = area + area_size;
@@ -520,8 +596,7 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
     }
     const Target real = target_of<C>(p, share.place);
     const Items items = items_of(p, share.place.length);
-    if (threadIdx.x == 0) ctl = {share.start, share.end, share.total, share.place, items, 0};
-    feeder.n_items = (share.end - share.start - warp + C::WARPS - 1) / C::WARPS;
+    feeder.n_items = uniform((share.end - share.start - warp + C::WARPS - 1) / C::WARPS);
     feeder.issued = C::STAGES;
     feeder.later = 0;
     feeder.now = look_up<C>(p, share.start, share.end, share.place, items, 0, warp, lane);
@@ -534,29 +609,36 @@ template <class C, int MODE> DEVICE void decode(const DecodeParams &p, uint8_t *
         opening.load_queries(p, real, warp, lane);
     }
     feeder.fill_first(p, lane);
-    prepare_segment<C, MODE>(p, area, real, opening, warp, lane);
-    feeder.fill_rest(p, lane);
+    if (threadIdx.x == 0) {
+        ctl.start = share.start;
+        ctl.end = share.end;
+        ctl.total = share.total;
+        enter_segment(p, ctl, share.place);
+    }
+    prepare_segment<C, MODE>(p, area, real, opening, warp, lane, [&]() {
+        if (C::BULK) feeder.fill_rest(p, lane);
+    });
+    if (!C::BULK) feeder.fill_rest(p, lane); /* these copies are of those that prepare_segment() waits for */
     if (feeder.n_items > 32)
         feeder.later = look_up_ahead<C>(p, ctl, 32);
     Rows<C> rows;
     while (true) {
         start_rows<C, MODE>(rows, segment_data<C>(area, MODE == MODE_PLAIN ? 0 : p.bias_steps), p.scale_log2, lane);
         run_segment<C, MODE>(p, feeder, rows, area, ctl, stages);
-        merge_segment<C>(p, rows, area, ctl);
+        merge_segment<C, MODE>(p, rows, area, ctl);
         const int next = ctl.place.base + ctl.items.count();
         if (next >= ctl.end) break;
         __syncthreads();
         if (threadIdx.x == 0) {
             Place place = ctl.place;
             advance_to(p, next, place);
-            ctl.place = place;
-            ctl.items = items_of(p, place.length);
+            enter_segment(p, ctl, place);
         }
         __syncthreads();
         to = target_of<C>(p, ctl.place);
         opening.load_constants(p, area, to.head, warp, lane);
         opening.load_queries(p, to, warp, lane);
-        prepare_segment<C, MODE>(p, area, to, opening, warp, lane);
+        prepare_segment<C, MODE>(p, area, to, opening, warp, lane, []() {});
     }
 }
 

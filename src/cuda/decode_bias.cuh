@@ -88,7 +88,8 @@ DEVICE void bias_constants(const Rows<C> &r, float (&constant)[C::TILES], float 
 
 /* Whether a bias of some row needs low halves. */
 template <class C> DEVICE bool has_large_bias(const SegmentData<C> &s, int lane) {
-    return __any_sync(FULL_WARP, s.bias_sums[lane & 15] >= SMALL_BIAS * SUM_UNIT);
+    const int row = min(lane & 15, C::ROWS - 1), sum = s.bias_sums[row] + (C::FEW ? s.bias_sums[16 + row] : 0);
+    return __any_sync(FULL_WARP, sum >= SMALL_BIAS * SUM_UNIT);
 }
 
 /* Adds the products of 16 pairs to M blocks of 16 rows of E or O. table: the first block's high halves. z: of this
@@ -156,7 +157,7 @@ DEVICE void bias_scores(const Rows<C> &r, const float (&even)[2][C::TILES][4], c
 }
 
 /* Two pages that lie mirrored: block n of the table's rows. score: of the first page, which lies before the middle. */
-template <class C>
+template <class C, bool MEAN>
 DEVICE void mirror_scores(const float2 (&row)[C::COLUMNS], int n, const float (&even)[C::TILES][4], const float (&odd)[C::TILES][4],
                           float (&score)[8][C::COLUMNS], float (&next)[8][C::COLUMNS]) {
 #pragma unroll
@@ -165,7 +166,7 @@ DEVICE void mirror_scores(const float2 (&row)[C::COLUMNS], int n, const float (&
         for (int k = 0; k < 4; k++) {
             const int eight = 2 * n + (k >> 1), i = 2 * j + (k & 1);
             if (i >= C::COLUMNS) continue; /* half a tile: both columns are the same row */
-            const float middle = fmaf(even[j][k], row[i].x, row[i].y), before = fmaf(-odd[j][k], row[i].x, middle);
+            const float middle = MEAN ? fmaf(even[j][k], row[i].x, row[i].y) : even[j][k] * row[i].x, before = fmaf(-odd[j][k], row[i].x, middle);
             next[eight][i] = fmaf(odd[j][k], row[i].x, middle);
             score[7 - eight][i] = __shfl_xor_sync(FULL_WARP, before, 28);
         }
@@ -398,7 +399,7 @@ template <class C, bool FEW> struct MirroredBias {
 #pragma unroll
         for (int n = 0; n <= 4; n++) {
             if (n < 4) block_products<ALL>(s.bias_table + 32 * n + lane, e, o, even[n & 1], odd[n & 1]);
-            if (n > 0) mirror_scores<C>(row, n - 1, even[~n & 1], odd[~n & 1], score, next);
+            if (n > 0) mirror_scores<C, false>(row, n - 1, even[~n & 1], odd[~n & 1], score, next);
         }
     }
     DEVICE static void few(const SegmentData<C> &s, float4 *own, int lane, bool large, const float2 (&row)[C::COLUMNS],
@@ -434,7 +435,7 @@ template <class C, bool FEW> struct MirroredBias {
         if (large) bias_sums<C, 4, true>(s, p, at, 0, lane, true, even, odd, sum);
         else bias_sums<C, 4, true, 2>(s, p, at, 0, lane, false, even, odd, sum);
 #pragma unroll
-        for (int n = 0; n < 4; n++) mirror_scores<C>(row, n, even[n], odd[n], score, next);
+        for (int n = 0; n < 4; n++) mirror_scores<C, true>(row, n, even[n], odd[n], score, next);
     }
     DEVICE void take(const SegmentData<C> &s, const DecodeParams &p, float4 *own, int warp, int lane, bool large,
                      float (&score)[8][C::COLUMNS], float (&next)[8][C::COLUMNS]) {

@@ -23,6 +23,9 @@ template <class C, int MODE> bool plan_mode(DecodePlan *plan, const DecodeNeeds 
     return true;
 }
 
+/* Shared memory of a block of devices with bulk copies. */
+#define MOST_SHARED (227 * 1024)
+
 /* How a configuration makes the bias of more than 16 pairs. */
 template <class C, bool RUNS> struct ManyPairs {
     typedef C Form;
@@ -31,11 +34,21 @@ template <class C> struct ManyPairs<C, true> {
     typedef Runs<C> Form;
 };
 
+/* How it makes that of up to 16. */
+template <class C, bool FEW> struct FewPairs {
+    typedef C Form;
+};
+template <class C> struct FewPairs<C, true> {
+    typedef FewRuns<C> Form;
+};
+
 template <class C> bool plan_kernel(DecodePlan *plan, const DecodeNeeds *needs) {
     typedef typename ManyPairs<C, C::MIRRORED>::Form Many;
+    constexpr bool few = C::MIRRORED && C::TILES == 2 && shared_bytes<FewRuns<C>>(2) <= MOST_SHARED;
+    typedef typename FewPairs<C, few>::Form Few;
     return needs->capped           ? plan_mode<C, MODE_BIAS_CAP>(plan, needs)
            : needs->bias_steps > 2 ? plan_mode<Many, MODE_BIAS>(plan, needs)
-           : needs->bias_steps     ? plan_mode<C, MODE_BIAS_16>(plan, needs)
+           : needs->bias_steps     ? plan_mode<Few, MODE_BIAS_16>(plan, needs)
                                    : plan_mode<C, MODE_PLAIN>(plan, needs);
 }
 

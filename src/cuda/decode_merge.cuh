@@ -13,9 +13,8 @@
 template <class C> struct Merge {
     static constexpr int FRAGMENTS = C::TILES * C::STEPS * 32; /* of 4 floats */
     static constexpr int SLOT_FLOATS = FRAGMENTS * 4;
-    static constexpr int STATS = 2 + C::G; /* maximum (log2), sum, offset sums */
     static constexpr int WARP_BYTES = FRAGMENTS * 16;
-    static constexpr int WARPS_BYTES = C::WARPS * (WARP_BYTES + 16 * STATS * 4);
+    static constexpr int WARPS_BYTES = C::WARPS * (WARP_BYTES + 16 * 16);
     static constexpr int ROWS_BYTES = 16 * C::D * 4; /* output rows */
     static constexpr int BYTES = WARPS_BYTES > ROWS_BYTES ? WARPS_BYTES : ROWS_BYTES;
 };
@@ -25,34 +24,66 @@ struct RowTotal {
     float max, sum, offset;
 };
 
-/* Statistics of warps behind their fragments: [WARPS, 16, STATS]. */
-template <class C> DEVICE float *warp_stats(uint8_t *area) {
-    return reinterpret_cast<float *>(area + C::WARPS * Merge<C>::WARP_BYTES);
+/* Rows of warps behind their fragments, [WARPS, 16]: maximum (log2), sum, offset sums of up to two groups. */
+template <class C> DEVICE float4 *warp_stats(uint8_t *area) {
+    return reinterpret_cast<float4 *>(area + C::WARPS * Merge<C>::WARP_BYTES);
 }
 
-/* Total of a row over the warps, and the factors that bring them to one maximum. */
+/* What N parts of a sum, each with a maximum of its own, count for in a row: of its lanes, eight of a warp with equal lane & 3,
+ * each has every eighth part. */
+template <int N> struct SharedWeights {
+    static constexpr int EACH = (N + 7) / 8;
+    float own[EACH];
+
+    DEVICE static int part(int i) { return ((threadIdx.x & 31) >> 2) + 8 * i; }
+    /* max: of this lane's parts. top: of what was before; returns the new one. */
+    DEVICE float weigh(const float (&max)[EACH], float top) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) top = fmaxf(top, max[i]);
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
+#pragma unroll
+        for (int i = 0; i < EACH; i++) own[i] = exp2_fast(max[i] - top);
+        return top;
+    }
+    /* Sum over the parts, which are x. */
+    DEVICE float sum(const float (&x)[EACH]) const {
+        float all = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) all = fmaf(own[i], x[i], all);
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1) all += __shfl_xor_sync(FULL_WARP, all, d);
+        return all;
+    }
+    DEVICE float of(int k) const { return __shfl_sync(FULL_WARP, own[k / 8], k % 8 * 4 + (threadIdx.x & 3)); }
+};
+
+/* Total of a row over the warps, and the factors that bring them to one maximum. All lanes of a warp call it. */
 template <class C> DEVICE RowTotal weigh_warps(uint8_t *area, int row, int group, float (&factor)[C::WARPS]) {
-    using M = Merge<C>;
-    const float *stats = warp_stats<C>(area) + row * M::STATS;
-    RowTotal total = {NO_MAXIMUM, 0, 0};
+    typedef SharedWeights<C::WARPS> W;
+    W weights;
+    float max[W::EACH], sum[W::EACH], offset[W::EACH];
 #pragma unroll
-    for (int w = 0; w < C::WARPS; w++) {
-        factor[w] = stats[w * 16 * M::STATS];
-        total.max = fmaxf(total.max, factor[w]);
+    for (int i = 0; i < W::EACH; i++) {
+        const int w = W::part(i);
+        const float4 stats = warp_stats<C>(area)[min(w, C::WARPS - 1) * 16 + row];
+        max[i] = w < C::WARPS ? stats.x : NO_MAXIMUM;
+        sum[i] = w < C::WARPS ? stats.y : 0.0f;
+        offset[i] = w < C::WARPS ? C::G > 1 && group ? stats.w : stats.z : 0.0f;
     }
+    RowTotal total;
+    total.max = weights.weigh(max, NO_MAXIMUM);
+    total.sum = weights.sum(sum);
+    total.offset = weights.sum(offset);
 #pragma unroll
-    for (int w = 0; w < C::WARPS; w++) {
-        factor[w] = exp2_fast(factor[w] - total.max);
-        total.sum = fmaf(factor[w], stats[w * 16 * M::STATS + 1], total.sum);
-        total.offset = fmaf(factor[w], stats[w * 16 * M::STATS + 2 + group], total.offset);
-    }
+    for (int w = 0; w < C::WARPS; w++) factor[w] = weights.of(w);
     return total;
 }
 
 /* Rows and channel of fragment e: x and z are of row0, y and w of row1 (the same in a half tile); x and y are of channel
  * d, z and w of d + 8. */
 template <class C> struct Fragment {
-    int row0, row1, step, d;
+    int row0, row1, step, d, stats; /* stats: where a partial has what belongs to the rows */
     bool full;
     DEVICE explicit Fragment(int e) {
         const int j = e / (C::STEPS * 32);
@@ -60,6 +91,7 @@ template <class C> struct Fragment {
         full = j < C::FULL;
         row0 = 8 * j + (e & 3);
         row1 = full ? row0 + 4 : row0;
+        stats = 4 * j + (e & 3);
         d = 16 * step + ((e & 31) >> 2);
     }
 };
@@ -97,10 +129,10 @@ template <class C> DEVICE float4 sum_warps(uint8_t *area, int e, RowTotal &total
                        fmaf(sum.w, unit, total1.offset));
 }
 
-template <class C> DEVICE void store_warp(Rows<C> &r, uint8_t *area, int warp, int lane) {
+template <class C> DEVICE void store_warp(Rows<C> &r, uint8_t *area, const float (&q_mean)[C::COLUMNS], int warp, int lane) {
     using M = Merge<C>;
     float4 *fragments = reinterpret_cast<float4 *>(area) + warp * M::FRAGMENTS;
-    float *stats = warp_stats<C>(area) + warp * 16 * M::STATS;
+    float4 *stats = warp_stats<C>(area) + warp * 16;
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
 #pragma unroll
@@ -110,13 +142,9 @@ template <class C> DEVICE void store_warp(Rows<C> &r, uint8_t *area, int warp, i
             for (int k = 0; k < C::G; k++)
                 r.offset_sum[i][k] += __shfl_xor_sync(FULL_WARP, r.offset_sum[i][k], d);
         }
-        if (lane < 4) {
-            float *a = stats + (4 * i + lane) * M::STATS;
-            a[0] = r.row_sum[i] > 0 ? r.row_max[i] * r.scale[i] : NO_MAXIMUM;
-            a[1] = r.row_sum[i];
-#pragma unroll
-            for (int k = 0; k < C::G; k++) a[2 + k] = r.offset_sum[i][k];
-        }
+        if (lane < 4)
+            stats[4 * i + lane] = make_float4(r.row_sum[i] > 0 ? fmaf(r.row_max[i], r.scale[i], q_mean[i]) : NO_MAXIMUM,
+                                              r.row_sum[i], r.offset_sum[i][0], r.offset_sum[i][C::G - 1]);
     }
 #pragma unroll
     for (int j = 0; j < C::TILES; j++)
@@ -217,31 +245,96 @@ template <class C> DEVICE float row_factor(const DecodeParams &p, const Target &
 struct RunningRow {
     float max, sum;
 
-    /* Takes in the maxima and sums of N partials, of which n count. Returns what the sums so far are to be multiplied by;
-     * weight: what the new ones are. */
-    template <int N> DEVICE float take(const float2 (&stats)[N], int n, float (&weight)[N]) {
-        float top = max;
+    /* Takes in the maxima and sums of N partials, of which each of the row's lanes has some. Returns what the sums so far are to be
+     * multiplied by; weight: what the new ones are. */
+    template <int N> DEVICE float take(const float2 (&stats)[SharedWeights<N>::EACH], float (&weight)[N]) {
+        typedef SharedWeights<N> W;
+        W weights;
+        float tops[W::EACH], parts[W::EACH];
 #pragma unroll
-        for (int k = 0; k < N; k++) top = fmaxf(top, stats[k].x);
-        const float factor = exp2_fast(max - top);
-        max = top;
-        sum *= factor;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            weight[k] = k < n ? exp2_fast(stats[k].x - top) : 0.0f;
-            sum = fmaf(weight[k], stats[k].y, sum);
+        for (int i = 0; i < W::EACH; i++) {
+            tops[i] = stats[i].x;
+            parts[i] = stats[i].y;
         }
+        const float top = weights.weigh(tops, max), factor = exp2_fast(max - top);
+        max = top;
+        sum = fmaf(sum, factor, weights.sum(parts));
+#pragma unroll
+        for (int k = 0; k < N; k++) weight[k] = weights.of(k);
         return factor;
     }
 };
 
-/* Sums n partials: the first in slot first_slot, the others in slots 2 (first_cta + k). Every thread weighs the rows of
- * its own fragment: that is sooner done than said to the others. */
+/* What a partial has of a fragment: all of it, or, where both columns are the same row, x and z. */
+DEVICE float4 fragment_of(const float4 &v) { return v; }
+DEVICE float4 fragment_of(const float2 &v) { return make_float4(v.x, 0, v.y, 0); }
+DEVICE void store_fragment(float4 *to, const float4 &v) { __stcg(to, v); }
+DEVICE void store_fragment(float2 *to, const float4 &v) { __stcg(to, make_float2(v.x, v.z)); }
+template <bool ONE_ROW> struct PartialForm {
+    typedef float4 Fragment;
+};
+template <> struct PartialForm<true> {
+    typedef float2 Fragment;
+};
+/* [FRAGMENTS], of 2 slots a CTA, each with room for float4. */
+template <class C> using PartialFragment = typename PartialForm<C::FULL == 0>::Fragment;
+template <class C> DEVICE PartialFragment<C> *partial_of(const DecodeParams &p, size_t slot) {
+    return reinterpret_cast<PartialFragment<C> *>(p.partials + slot * Merge<C>::SLOT_FLOATS);
+}
+template <class C> __host__ __device__ constexpr int partial_stride() {
+    return Merge<C>::SLOT_FLOATS * 4 / static_cast<int>(sizeof(PartialFragment<C>));
+}
+
+/* Partials that are summed at once. */
+#define PARTIALS 16
+
+/* Sum of the partials so far. */
+struct PartialSum {
+    float4 sum;
+    RunningRow row0, row1;
+
+    /* Adds partials k .. k + PARTIALS - 1 of n. values, sums: of this fragment and its rows, in the first slot of CTA k; those of
+     * k = 0 are in first_slot. */
+    template <class C>
+    DEVICE void add(const PartialFragment<C> *values, const float4 *sums, int k, int n, int first_slot) {
+        float4 v[PARTIALS];
+        float w0[PARTIALS], w1[PARTIALS], f0, f1;
+        typedef SharedWeights<PARTIALS> W;
+        float2 stats0[W::EACH], stats1[W::EACH];
+#pragma unroll
+        for (int i = 0; i < W::EACH; i++) {
+            const int at = W::part(i);
+            float4 stats = __ldcg(sums + (2 * min(at, n - 1 - k) + (k + at == 0 ? first_slot : 0)) * 8);
+            if (k + at >= n) stats = make_float4(NO_MAXIMUM, 0, NO_MAXIMUM, 0);
+            stats0[i] = make_float2(stats.x, stats.y);
+            stats1[i] = make_float2(stats.z, stats.w);
+        }
+#pragma unroll
+        for (int i = 0; i < PARTIALS; i++) {
+            v[i] = make_float4(0, 0, 0, 0);
+            if (k + i < n) v[i] = fragment_of(__ldcg(values + (2 * i + (i == 0 && k == 0 ? first_slot : 0)) * partial_stride<C>()));
+        }
+        f1 = f0 = row0.take(stats0, w0);
+        if (C::FULL > 0) f1 = row1.take(stats1, w1);
+#pragma unroll
+        for (int i = 0; C::FULL == 0 && i < PARTIALS; i++) w1[i] = w0[i];
+        sum = make_float4(sum.x * f0, sum.y * f1, sum.z * f0, sum.w * f1);
+#pragma unroll
+        for (int i = 0; i < PARTIALS; i++) {
+            sum.x = fmaf(w0[i], v[i].x, sum.x);
+            sum.y = fmaf(w1[i], v[i].y, sum.y);
+            sum.z = fmaf(w0[i], v[i].z, sum.z);
+            sum.w = fmaf(w1[i], v[i].w, sum.w);
+        }
+    }
+};
+
+/* Sums n partials, of CTAs from first_cta on: in the first slot of each, but in slot first_slot of the first. Every warp weighs
+ * the rows of its own fragments: that is sooner done than said to the others. */
 template <class C>
 DEVICE void finish_partials(const DecodeParams &p, uint8_t *area, const Target &to, int first_slot, int first_cta, int n) {
     using M = Merge<C>;
     float *rows = reinterpret_cast<float *>(area);
-    constexpr int BATCH = 16;
 #pragma unroll 1
     for (int e0 = 0; e0 < M::FRAGMENTS; e0 += C::THREADS) {
         /* All threads load: a register that only some define would be taken for the whole kernel. */
@@ -249,34 +342,19 @@ DEVICE void finish_partials(const DecodeParams &p, uint8_t *area, const Target &
         const int e = min(e0 + thread_index(), M::FRAGMENTS - 1);
         const Fragment<C> at(e);
         const float2 mean = fragment_means<C>(p, to, at.d);
-        float4 sum = make_float4(0, 0, 0, 0);
-        RunningRow row0 = {NO_MAXIMUM, 0}, row1 = row0;
+        PartialSum all = {make_float4(0, 0, 0, 0), {NO_MAXIMUM, 0}, {NO_MAXIMUM, 0}};
+        const PartialFragment<C> *values = partial_of<C>(p, 2 * first_cta) + e;
+        const float4 *sums = p.partial_sums + 2 * first_cta * 8 + at.stats;
 #pragma unroll 1
-        for (int first = 0; first < n; first += BATCH) {
-            float4 v[BATCH];
-            float2 stats0[BATCH], stats1[BATCH];
-#pragma unroll
-            for (int k = 0; k < BATCH; k++) {
-                const int c = min(first + k, n - 1);
-                const size_t slot = c == 0 ? first_slot : 2 * (first_cta + c);
-                v[k] = __ldcg(reinterpret_cast<const float4 *>(p.partials + slot * M::SLOT_FLOATS) + e);
-                stats0[k] = __ldcg(p.partial_sums + slot * 16 + at.row0);
-                if (C::FULL > 0) stats1[k] = __ldcg(p.partial_sums + slot * 16 + at.row1);
-            }
-            float w0[BATCH], w1[BATCH];
-            const float f0 = row0.take(stats0, n - first, w0), f1 = C::FULL > 0 ? row1.take(stats1, n - first, w1) : f0;
-            sum = make_float4(sum.x * f0, sum.y * f1, sum.z * f0, sum.w * f1);
-#pragma unroll
-            for (int k = 0; k < BATCH; k++) {
-                const float weight1 = C::FULL > 0 ? w1[k] : w0[k];
-                sum.x = fmaf(w0[k], v[k].x, sum.x);
-                sum.y = fmaf(weight1, v[k].y, sum.y);
-                sum.z = fmaf(w0[k], v[k].z, sum.z);
-                sum.w = fmaf(weight1, v[k].w, sum.w);
-            }
+        for (int k = 0; k < n; k += PARTIALS) {
+            all.add<C>(values, sums, k, n, first_slot);
+            values += 2 * PARTIALS * partial_stride<C>();
+            sums += 2 * PARTIALS * 8;
         }
-        if (C::FULL == 0) row1 = row0;
-        const float n0 = row_factor<C>(p, to, at.row0, row0.max, row0.sum), n1 = row_factor<C>(p, to, at.row1, row1.max, row1.sum);
+        if (C::FULL == 0) all.row1 = all.row0;
+        const float n0 = row_factor<C>(p, to, at.row0, all.row0.max, all.row0.sum);
+        const float n1 = row_factor<C>(p, to, at.row1, all.row1.max, all.row1.sum);
+        const float4 sum = all.sum;
         if (active) put_fragment<C>(p, rows, to, at, make_float4(sum.x * n0, sum.y * n1, sum.z * n0, sum.w * n1), mean);
     }
     if (!p.v_rotation_t) return;
@@ -322,12 +400,9 @@ DEVICE bool leave_partial(const DecodeParams &p, uint8_t *area, int slot, int se
 #pragma unroll 1
     for (int e = thread_index(); e < M::FRAGMENTS; e += C::THREADS) {
         RowTotal total0, total1;
-        __stcg(reinterpret_cast<float4 *>(p.partials + s * M::SLOT_FLOATS) + e, sum_warps<C>(area, e, total0, total1));
+        store_fragment(partial_of<C>(p, s) + e, sum_warps<C>(area, e, total0, total1));
         const Fragment<C> at(e);
-        if (at.d == 0) {
-            __stcg(p.partial_sums + s * 16 + at.row0, make_float2(total0.max, total0.sum));
-            if (at.full) __stcg(p.partial_sums + s * 16 + at.row1, make_float2(total1.max, total1.sum));
-        }
+        if (at.d == 0) __stcg(p.partial_sums + s * 8 + at.stats, make_float4(total0.max, total0.sum, total1.max, total1.sum));
     }
     __syncthreads();
     if (thread_index() == 0) {

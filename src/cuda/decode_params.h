@@ -18,6 +18,13 @@
  * (decode_runs.cuh). */
 #define RUN_PAGES 4
 #define SHORT_RUN 2
+/* The same of up to 16 pairs with 9 to 16 rows (decode_few.cuh): FEW_RUN, or twos of FEW_SHORT where low halves are needed. These
+ * tables have a unit, FEW_UNIT times the head's (which divides nu) brought within FEW_LEAST and FEW_MOST: fp16 numbers. */
+#define FEW_RUN 8
+#define FEW_SHORT 4
+#define FEW_UNIT 512
+#define FEW_LEAST (1.0f / 512)
+#define FEW_MOST 64.0f
 /* Lines of 16 bytes of a step of 16 of such a table's products: of high halves, or high and low ones of half as many pages. */
 #define RUN_LINES (RUN_PAGES * 128)
 /* Those of a table: three steps, then what slow pairs are made of. steps: of 8 pairs, more than two. */
@@ -50,7 +57,7 @@ typedef struct DecodeParams {
     const int2 *bias_dims;     /* [H, 8 bias_steps] the two dims of a pair */
 
     float *partials;      /* [2 n_ctas, slot_floats] */
-    float2 *partial_sums; /* [2 n_ctas, 16] maximum (log2) and sum */
+    float4 *partial_sums; /* [2 n_ctas, 8] maxima (log2) and sums of two rows */
     uint32_t *counters;   /* [n_seqs * H * row_tiles], zero between launches */
 
     int table_stride;
@@ -72,6 +79,9 @@ typedef struct DecodeParams {
     const uint4 *bias_short_runs; /* [H, run_lines(bias_steps, true)] of SHORT_RUN, with low halves */
     const uint32_t *bias_half;    /* [H, 8 bias_steps] turns of half a page, 32 bits after the point */
     int bias_long_runs;           /* whether pairs are slow enough for the first */
+    /* Up to 16 pairs, by runs of pages (decode_few.cuh): */
+    const uint4 *bias_few;     /* [H, 2, FEW_RUN, 4, 32] fragments of cos and sin of 8 pairs from the middle of a run */
+    const uint4 *bias_few_low; /* [H, 2, 2, 2 FEW_SHORT, 32] of cos, then sin, of 16 pairs from .5 tokens on, high and low halves */
 } DecodeParams;
 
 /* How a launch of one head_dim looks for a number of rows (query heads x tokens of a KV head). */

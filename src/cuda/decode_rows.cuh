@@ -40,6 +40,8 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
     /* Codes of 2 bits are bytes in keys' products, see byte_products(). B operands of the query a lane: of a column tile,
      * or, as bytes, of four rows. */
     static constexpr bool BYTES = !HIGH;
+    /* Their sums: codes 2 and 3 have their own, or are shifted, which is a third more operations on codes but fewer on sums. */
+    static constexpr int SUMS = COLUMNS > 2 ? 1 : 2;
     static constexpr int QUERY_TILES = BYTES ? COLUMNS : TILES, QUERY_WORDS = BYTES ? STEPS : 2 * STEPS;
     /* Where units are long beside tiles: their queries are split once a segment, and they count for more (decode_work.cuh). */
     static constexpr bool FOUR_ROWS = FULL == 0;
@@ -52,7 +54,8 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
     static constexpr int QUERY_STRIDE = D + 4; /* floats; the padding spreads rows over the banks */
     /* Pages whose key bias is made at once: the warp's next page is in the odd columns, with at most 4 rows, or lies
      * mirrored to this one about the middle between them (MIRRORED, where shared memory has room for that table). */
-    static constexpr bool MIRRORED = FULL > 0 && BULK && !HIGH && D <= 128, RUNS = false;
+    static constexpr bool MIRRORED = FULL > 0 && BULK && !HIGH && D <= 128, RUNS = false, FEW = false;
+    static constexpr int RUN = 0;
     static constexpr int COLUMN_PAGES = FULL == 0 ? 2 : 1, BIAS_PAGES = FULL == 0 || MIRRORED ? 2 : 1;
     static constexpr int BIAS_STRIDE = BIAS_PAGES * WARPS; /* pages from one making to the next */
     static constexpr int BIAS_BLOCKS = MIRRORED ? 4 : 2;   /* of 16 rows of the table */
@@ -62,7 +65,12 @@ template <int D_, int ROWS_, int WARPS_, int STAGES_, bool HIGH_ = false> struct
 /* The same with more than 16 pairs whose bias is made of a table for a run of pages (decode_runs.cuh). */
 template <class C> struct Runs : C {
     static constexpr bool RUNS = true, MIRRORED = false;
-    static constexpr int BIAS_PAGES = 1, BIAS_STRIDE = C::WARPS, BIAS_BLOCKS = 2, BIAS_STEPS = 0;
+    static constexpr int BIAS_PAGES = 1, BIAS_STRIDE = C::WARPS, BIAS_BLOCKS = 2, BIAS_STEPS = 0, RUN = RUN_PAGES;
+};
+/* Up to 16 pairs by runs of pages (decode_few.cuh). */
+template <class C> struct FewRuns : Runs<C> {
+    static constexpr bool FEW = true;
+    static constexpr int RUN = FEW_RUN;
 };
 
 #define MASKED -3.0e38f
@@ -73,21 +81,28 @@ template <class C> struct Runs : C {
 #define RAISE_ABOVE 5.0f
 
 /* C::RUNS: the key bias is in the unit of raw scores of its row, times this, and raw scores are over the head's unit. A channel
- * of a query is below 2^10 before it is rotated and nu at most 16, so that the query's unit, at most 2^14, makes an fp16 number
- * of their product. (The largest of 128 rotated channels is at least a 16th of the largest before, so a row's unit is less.) */
-#define RUN_UNIT (1.0f / 8192)
+ * of a query is below 2^10 before it is rotated and nu at most 16, so that the query's unit, at most 2^14 (2^10 with one sum),
+ * makes an fp16 number of their product. (The largest of 128 rotated channels is at least a 16th of the largest before, so a
+ * row's unit is less.) */
+template <class C> __host__ __device__ constexpr float run_unit() { return C::SUMS == 2 ? 1.0f / 8192 : 1.0f / 512; }
+
+/* C::FEW: the table has run_unit() and the head's unit, as far as fp16 numbers can, so that the bias is in the unit of raw
+ * scores. What is left of the head's unit. */
+DEVICE float few_excess(float unit) {
+    return unit > FEW_MOST ? unit * (1.0f / FEW_MOST) : unit < FEW_LEAST ? unit * (1.0f / FEW_LEAST) : 1.0f;
+}
 
 template <class C> struct Rows {
     uint32_t q[C::QUERY_TILES][C::QUERY_WORDS / 4][4]; /* B operands */
     float unit[C::COLUMNS];          /* a row's query, times its scale, to raw: of the keys' products */
     float scale[C::COLUMNS];         /* raw scores to log2 */
     float q_sum[C::COLUMNS][C::G];   /* sum of the query's channels, raw */
-    float q_const[C::COLUMNS];       /* q . mean, raw */
+    float q_const[C::COLUMNS];       /* q . mean, raw, where there may be a soft cap; otherwise see merge_segment() */
     float row_max[C::COLUMNS];       /* raw */
     float row_sum[C::COLUMNS];       /* this lane's tokens only */
     float offset_sum[C::COLUMNS][C::G]; /* sum of p m, this lane's tokens only */
     float bias_unit[C::COLUMNS];     /* products of the key bias to raw scores */
-    float key_unit;                  /* C::RUNS: keys' products to raw scores; in `unit` already */
+    float key_unit;                  /* C::RUNS without C::FEW: keys' products to raw scores; in `unit` already */
     float acc[C::TILES][C::STEPS][4];
 };
 
@@ -100,8 +115,8 @@ template <class C> struct SegmentData {
     float *query_unit;  /* [ROWS] of the bytes of the fragments, in a raw score */
     float4 *bias_stride; /* [steps, 4] turns of a lane's two pairs by BIAS_STRIDE pages: cos, sin */
     float *bias_unit;   /* [1] a power of two that nu was divided by */
-    int *bias_sums;     /* [16] of |z| of the row's pairs, in log2, times SUM_UNIT */
-    float2 *bias_row;   /* [ROWS] products of the bias to raw scores, q . mean as a raw score */
+    int *bias_sums;     /* [16] of |z| of the row's pairs, in log2, times SUM_UNIT; C::FEW: [2, 16] of 8 pairs each */
+    float2 *bias_row;   /* [ROWS] products of the bias to raw scores, q_const */
     uint4 *bias_table;  /* [steps / 2, E and O, high and low, BIAS_BLOCKS, 32] */
     float4 *bias_query; /* [steps, TILES, 32] conj(q) nu of the two pairs of a lane, times the row's scale */
     unsigned long long *bias_turn; /* [8 steps] */
@@ -111,6 +126,7 @@ template <class C> struct SegmentData {
     uint4 *run_query;   /* [(steps - 2) / 2, TILES, 32] bias_query of the slow pairs of two steps as halves */
     uint32_t *run_half; /* [8 steps] turns of half a page, 32 bits after the point */
     uint4 *run_own;     /* [WARPS, run_own(), 32] what lanes leave for themselves: B operands */
+    uint4 *run_low;     /* C::FEW, where biases are large: [WARPS, few_low(), 32] in place of half of the table and of run_own */
 };
 
 
@@ -134,7 +150,18 @@ template <class C> __host__ __device__ constexpr int bias_own(int steps) {
 
 /* C::RUNS: lines of four words a lane, and bytes of what the bias takes in all. */
 template <class C> __host__ __device__ constexpr int run_own() { return 3 * C::TILES; }
+/* C::FEW: the same where biases are not large, and where they are: operands, and scores of the second page of two; lines of
+ * either table. */
+template <class C> __host__ __device__ constexpr int few_own() { return C::TILES; }
+template <class C> __host__ __device__ constexpr int few_low() { return 2 * C::TILES + 2 * C::COLUMNS; }
+#define FEW_LINES (2 * FEW_RUN * 128)
+#define FEW_LOW_LINES (FEW_SHORT * 256)
+template <class C> __host__ __device__ constexpr int few_lines() {
+    const int high = FEW_LINES + C::WARPS * few_own<C>() * 32, low = FEW_LOW_LINES + C::WARPS * few_low<C>() * 32;
+    return high > low ? high : low;
+}
 template <class C> __host__ __device__ constexpr int run_bytes(int steps) {
+    if (C::FEW) return few_lines<C>() * 16 + 2 * C::TILES * 512 + 16 * 8 + 16 * 4 + C::WARPS * 256;
     return run_lines(steps, true) * 16 + steps * (C::TILES * 512 + 64 + 32 + C::WARPS * 64) + (steps - 2) * C::TILES * 256 +
            C::WARPS * run_own<C>() * 512;
 }
@@ -147,7 +174,15 @@ template <class C> DEVICE SegmentData<C> segment_data(uint8_t *area, int steps) 
     s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_stride + steps * 4);
     s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
     s.fragments = reinterpret_cast<uint32_t *>(s.bias_phase + C::WARPS * C::COLUMN_PAGES * steps * 4);
-    if constexpr (C::RUNS) {
+    if constexpr (C::FEW) {
+        s.run_own = s.bias_table + FEW_LINES;
+        s.run_low = s.bias_table + FEW_LOW_LINES;
+        s.bias_query = reinterpret_cast<float4 *>(s.bias_table + few_lines<C>());
+        s.bias_phase = s.bias_query + 2 * C::TILES * 32;
+        s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_phase + C::WARPS * 16);
+        s.run_half = reinterpret_cast<uint32_t *>(s.bias_turn + 16);
+        s.fragments = s.run_half + 16;
+    } else if constexpr (C::RUNS) {
         s.bias_query = reinterpret_cast<float4 *>(s.bias_table + run_lines(steps, true));
         s.bias_turn = reinterpret_cast<unsigned long long *>(s.bias_query + steps * C::TILES * 32);
         s.bias_phase = reinterpret_cast<float4 *>(s.bias_turn + steps * 8);
@@ -214,11 +249,13 @@ template <class C, int MODE> DEVICE void put_byte_query(const SegmentData<C> &s,
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
     top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
     float up = __fdividef(32512.0f, top);
-    if (C::RUNS) up = fminf(up, 1024.0f); /* see RUN_UNIT */
+    if (C::FEW) up = fminf(up, 1024.0f / fmaxf(few_excess(*s.bias_unit), 1.0f));
+    else if (C::RUNS) up = fminf(up, 1024.0f); /* see run_unit() */
     if ((lane & 7) == 0) {
-        const float unit = 16.0f * up;
+        const float unit = C::SUMS == 2 ? 16.0f * up : up;
         s.query_unit[row] = unit;
-        if (MODE != MODE_PLAIN && !C::RUNS) s.bias_row[row] = make_float2(*s.bias_unit * unit, s.query_mean[row] * s.query_scale[row] * unit);
+        const float mean = MODE == MODE_BIAS_CAP ? s.query_mean[row] * s.query_scale[row] * unit : 0.0f;
+        if (MODE != MODE_PLAIN && !C::RUNS) s.bias_row[row] = make_float2(*s.bias_unit * unit, mean);
     }
     /* Rounded to an integer above 2^23: the high byte is the second one once 128 is added. */
     const float round = 12582912.0f + (lane & 4 ? 0.0f : 128.0f);
@@ -245,23 +282,28 @@ template <class C, int MODE> DEVICE void put_byte_query(const SegmentData<C> &s,
 }
 
 /* q.c of 16 tokens by words of codes x, codes and query as bytes: a code at bit 2 i of a byte is c 4^i. Codes 0 and 1
- * make one sum, 2 and 3, which have 16 times as much, another; odd ones pay for 4 in the query. dot: raw, of tokens g
- * and g + 8. */
-template <class C> DEVICE void byte_dots(const int (&c)[2][4], float (&dot)[2]) {
+ * make one sum, 2 and 3, which have 16 times as much, another, or are shifted to where the others are; odd ones pay for 4 in
+ * the query. dot: raw, of tokens g and g + 8. */
+template <class C> DEVICE void byte_dots(const int (&c)[C::SUMS][4], float (&dot)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int high = c[0][2 * h] * 16 + c[1][2 * h], low = c[0][2 * h + 1] * 16 + c[1][2 * h + 1];
+        int high = c[0][2 * h], low = c[0][2 * h + 1];
+        if (C::SUMS == 2) {
+            high = high * 16 + c[C::SUMS - 1][2 * h];
+            low = low * 16 + c[C::SUMS - 1][2 * h + 1];
+        }
         dot[h] = static_cast<float>(high * 256 + low);
     }
 }
 template <class C, int N>
 DEVICE void byte_products(const Rows<C> &r, const uint32_t (&x)[N][2 * C::W], float (&dot)[N][C::G][C::COLUMNS][2]) {
     constexpr int A_GROUP = C::WORDS_A_GROUP;
-    int c[N][C::G][C::COLUMNS][2][4];
+    int c[N][C::G][C::COLUMNS][C::SUMS][4];
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int k = 0; k < C::G * C::COLUMNS * 8; k++) c[n][k / 8 / C::COLUMNS][k / 8 % C::COLUMNS][k / 4 % 2][k % 4] = 0;
+        for (int k = 0; k < C::G * C::COLUMNS * C::SUMS * 4; k++)
+            c[n][k / 4 / C::SUMS / C::COLUMNS][k / 4 / C::SUMS % C::COLUMNS][k / 4 % C::SUMS][k % 4] = 0;
 #pragma unroll
     for (int m = 0; m < A_GROUP; m++)
 #pragma unroll
@@ -269,13 +311,15 @@ DEVICE void byte_products(const Rows<C> &r, const uint32_t (&x)[N][2 * C::W], fl
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 const int w0 = k / 2 * A_GROUP + 2 * m % A_GROUP, w1 = k / 2 * A_GROUP + (2 * m + 1) % A_GROUP;
-                const uint32_t mask0 = 0x03030303u << 2 * (k % 2 * 2 + 2 * m / A_GROUP);
-                const uint32_t mask1 = 0x03030303u << 2 * (k % 2 * 2 + (2 * m + 1) / A_GROUP);
-                const uint32_t a[4] = {x[n][w0] & mask0, x[n][C::W + w0] & mask0, x[n][w1] & mask1, x[n][C::W + w1] & mask1};
+                const int down = C::SUMS == 1 ? k % 2 * 4 : 0;
+                const uint32_t mask0 = 0x03030303u << (2 * (k % 2 * 2 + 2 * m / A_GROUP) - down);
+                const uint32_t mask1 = 0x03030303u << (2 * (k % 2 * 2 + (2 * m + 1) / A_GROUP) - down);
+                const uint32_t a[4] = {x[n][w0] >> down & mask0, x[n][C::W + w0] >> down & mask0, x[n][w1] >> down & mask1,
+                                       x[n][C::W + w1] >> down & mask1};
                 const int b = k * 2 * A_GROUP + 2 * m;
 #pragma unroll
                 for (int i = 0; i < C::COLUMNS; i++)
-                    mma_bytes(c[n][k / 2][i][k % 2], a[0], a[1], a[2], a[3], r.q[i][b / 4][b % 4],
+                    mma_bytes(c[n][k / 2][i][k % C::SUMS], a[0], a[1], a[2], a[3], r.q[i][b / 4][b % 4],
                               r.q[i][(b + 1) / 4][(b + 1) % 4]);
             }
 #pragma unroll
@@ -325,8 +369,8 @@ DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2, in
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) r.unit[i] = C::BYTES ? s.query_unit[4 * i + t] : CODE_UNIT;
     sum_query<C>(r);
-    if constexpr (C::RUNS) { /* the head's unit is a power of two */
-        r.key_unit = __int_as_float(0x7f000000 - __float_as_int(*s.bias_unit * (1.0f / RUN_UNIT)));
+    if constexpr (C::RUNS && !C::FEW) { /* the head's unit is a power of two */
+        r.key_unit = __int_as_float(0x7f000000 - __float_as_int(*s.bias_unit * (1.0f / run_unit<C>())));
 #pragma unroll
         for (int i = 0; i < C::COLUMNS; i++) r.unit[i] *= r.key_unit;
 #pragma unroll
@@ -336,7 +380,7 @@ DEVICE void start_rows(Rows<C> &r, const SegmentData<C> &s, float scale_log2, in
     for (int i = 0; i < C::COLUMNS; i++) {
         const float up = s.query_scale[4 * i + t];
         r.scale[i] = __fdividef(scale_log2, up * r.unit[i]);
-        r.q_const[i] = s.query_mean[4 * i + t] * up * r.unit[i];
+        r.q_const[i] = MODE == MODE_BIAS_CAP ? s.query_mean[4 * i + t] * up * r.unit[i] : 0.0f;
         if (MODE != MODE_PLAIN) r.bias_unit[i] = *s.bias_unit * r.unit[i];
         r.row_max[i] = NO_MAXIMUM;
         r.row_sum[i] = 0;
@@ -368,6 +412,7 @@ template <class C, int N> DEVICE void raise_maximum(Rows<C> &r, const float (&sc
     }
     if (!__any_sync(FULL_WARP, up)) return;
     float factor[C::COLUMNS];
+    bool some = false;
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
         top[i] = fmaxf(top[i], r.row_max[i]);
@@ -375,11 +420,15 @@ template <class C, int N> DEVICE void raise_maximum(Rows<C> &r, const float (&sc
         for (int d = 4; d < 32; d <<= 1)
             top[i] = fmaxf(top[i], __shfl_xor_sync(FULL_WARP, top[i], d));
         factor[i] = exp2_fast((r.row_max[i] - top[i]) * r.scale[i]);
+        some |= r.row_max[i] > NO_MAXIMUM;
         r.row_max[i] = top[i];
         r.row_sum[i] *= factor[i];
 #pragma unroll
         for (int k = 0; k < C::G; k++) r.offset_sum[i][k] *= factor[i];
     }
+    /* Nothing is summed yet: most warps raise it only then, and code that is cold takes long. (With three columns it cost the loop
+     * over tiles 1 %, by other registers.) */
+    if (C::COLUMNS <= 2 && !__any_sync(FULL_WARP, some)) return;
 #pragma unroll
     for (int j = 0; j < C::TILES; j++) {
         const float f0 = factor[2 * j], f1 = factor[j < C::FULL ? 2 * j + 1 : 2 * j];

@@ -2,7 +2,7 @@
  * decode_runs.cuh - the key bias of more than 16 pairs, for more than four rows (C::RUNS): products with tables for a run of
  * pages.
  *
- * A warp's tiles are pages that follow each other, RUN_PAGES at a time (page_of_tile()). With z turned to the middle of such
+ * A warp's tiles are pages that follow each other, RUN_PAGES at a time (run_of_tile()). With z turned to the middle of such
  * a run the bias of any of its tokens x is sum over pairs of Re z cos(x f) + Im z sin(x f), two steps of an MMA for the 16
  * fastest pairs. The others are slow enough for their waves over the whole run to be sums of eight even and eight odd
  * functions e_j(x), o_j(x) (layer_bias.cu): cos(x f) = sum_j w_j(f) e_j(x), sin(x f) = sum_j v_j(f) o_j(x). So of all slow
@@ -233,7 +233,7 @@ template <class C> struct RunBias {
         else block<false>(s, p, position >> 6, n, c);
 #pragma unroll
         for (int i = 0; i < C::COLUMNS; i++)
-            score[i] = (position & 8 ? c[0][i >> 1][2 + (i & 1)] : c[0][i >> 1][i & 1]) + r.q_const[i];
+            score[i] = position & 8 ? c[0][i >> 1][2 + (i & 1)] : c[0][i >> 1][i & 1];
     }
 };
 
@@ -253,7 +253,6 @@ template <class C, bool LOW> struct TileBias {
     DEVICE void products(int first) {
         if (BLOCKS < 4) Run::template blocks<LOW, BLOCKS>(by, table + 32 * first, c);
     }
-    static constexpr bool LACKS = true; /* what scores begin with is without q . mean, which is the same for all */
     DEVICE void begin(int n, float (*score)[C::COLUMNS]) const {
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -264,19 +263,9 @@ template <class C, bool LOW> struct TileBias {
 };
 /* Of a tile whose scores begin with something already. */
 template <class C> struct NoTileBias {
-    static constexpr bool LACKS = false;
     DEVICE static float key_unit(const Rows<C> &) { return 1.0f; }
     DEVICE void products(int) {}
     DEVICE void begin(int, float (*)[C::COLUMNS]) const {}
 };
-
-/* What the scores of a warp's tiles and units begin with. */
-template <class C, int MODE, bool RUNS> struct BiasForm {
-    typedef Beginnings<C, MODE> Type;
-};
-template <class C, int MODE> struct BiasForm<C, MODE, true> {
-    typedef RunBias<C> Type;
-};
-template <class C, int MODE> using Bias = typename BiasForm<C, MODE, C::RUNS>::Type;
 
 #endif

@@ -5,7 +5,7 @@
 #ifndef OSCAR_CUDA_DECODE_TILE_CUH
 #define OSCAR_CUDA_DECODE_TILE_CUH
 
-#include "decode_runs.cuh"
+#include "decode_few.cuh"
 
 /* --- a tile of 64 quantised tokens ------------------------------------------------------------- */
 
@@ -229,12 +229,12 @@ template <class C> DEVICE int column_token(const DecodeParams &p, int first_row,
     return min(divide(first_row + 4 * i + (lane & 3), p.gqa, p.gqa_magic), p.n_q_tokens - 1);
 }
 
-/* Exponents of a tile's probabilities, in log2, from its scores. LACKS: these lack q . mean. */
-template <class C, bool LACKS>
+/* Exponents of a tile's probabilities, in log2, from its scores. */
+template <class C>
 DEVICE void exponents(const Rows<C> &r, const float (&score)[8][C::COLUMNS], float (&exponent)[8][C::COLUMNS]) {
 #pragma unroll
     for (int i = 0; i < C::COLUMNS; i++) {
-        const float top = (LACKS ? r.row_max[i] - r.q_const[i] : r.row_max[i]) * r.scale[i];
+        const float top = r.row_max[i] * r.scale[i];
 #pragma unroll
         for (int n = 0; n < 8; n++) exponent[n][i] = fmaf(score[n][i], r.scale[i], -top);
     }
@@ -327,12 +327,10 @@ DEVICE void attend_tile(Rows<C> &r, const DecodeParams &p, const Control &ctl, u
     params += 256 * C::G;
     if (masked) mask_tile<C>(p, ctl, params, page, lane, score);
     float exponent[8][C::COLUMNS];
-    exponents<C, BIAS::LACKS>(r, score, exponent);
+    exponents<C>(r, score, exponent);
     if (__any_sync(FULL_WARP, exceeds<C>(exponent))) {
-#pragma unroll
-        for (int k = 0; BIAS::LACKS && k < 8 * C::COLUMNS; k++) score[k / C::COLUMNS][k % C::COLUMNS] += r.q_const[k % C::COLUMNS];
         raise_maximum<C, 8>(r, score);
-        exponents<C, false>(r, score, exponent);
+        exponents<C>(r, score, exponent);
     }
     if (C::HIGH && p.bits_k > 2) high += 4 * high_sub_tile<C>(p.bits_k);
     const int high_step = C::HIGH ? high_sub_tile<C>(p.bits_v) : 0;
@@ -497,7 +495,7 @@ DEVICE void attend_unit(Rows<C> &r, uint8_t *area, const DecodeParams &p,
     for (int i = 0; i < C::COLUMNS; i++) {
         const int j = i >> 1;
         const float dot = j < C::FULL ? c[j][i & 1] : c[j][0] + c[j][1];
-        float x = fmaf(dot, r.unit[i], MODE == MODE_PLAIN ? r.q_const[i] : score[0][i]);
+        float x = fmaf(dot, r.unit[i], MODE == MODE_PLAIN ? 0.0f : score[0][i]);
         if (MODE == MODE_BIAS_CAP && p.softcap_log2 > 0) x = soft_cap(x, r.scale[i], p.softcap_log2);
         const Span see = visible(p, kind, t_first + column_token<C>(p, first_row, i, lane));
         score[0][i] = position + g < see.first || position + g >= see.last ? MASKED : x;

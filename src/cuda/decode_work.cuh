@@ -159,15 +159,6 @@ template <bool PADS> DEVICE Share share_of(const DecodeParams &p, int lane, int 
     return s;
 }
 
-/* State of a CTA that all its warps read. */
-struct Control {
-    int start, end;
-    uint32_t total;
-    Place place;
-    Items items; /* of the place's segment */
-    int last_flag;
-};
-
 /* Which CTA has a place of the list with pads, and where in that a CTA begins. */
 DEVICE int cta_of(uint32_t item, uint32_t total) {
     return static_cast<int>(((item + 1) * working_ctas(total) - 1) / total);
@@ -176,32 +167,61 @@ DEVICE int start_of(uint32_t cta, uint32_t total) {
     return static_cast<int>(cta * total / working_ctas(total));
 }
 
-/* Tiles are dealt out to warps in turn. So that those of a warp are runs of pages, the list of tiles can have another order than
- * pages: the page of tile i of n, both counted from the first. left: pages of its run from it on. */
-template <int WARPS> DEVICE int page_of_tile(int i, int n, int &left) {
-    constexpr int ROUND = RUN_PAGES * WARPS;
-    const int n_whole = n / ROUND * ROUND;
-    int base = i / ROUND * ROUND, length = RUN_PAGES;
-    if (i >= n_whole) { /* the last round has shorter runs, and what is left then single pages */
-        base = n_whole;
-        length = (n - n_whole) / WARPS;
-    }
-    const int turn = (i - base) / WARPS, warp = (i - base) - turn * WARPS;
-    left = max(length - turn, 1);
-    return turn < length ? base + warp * length + turn : i;
+/* The tiles of a segment that a CTA has, counted from the segment's first. */
+struct Part {
+    int first, n;
+};
+DEVICE Part part_of(int start, int end, const Place &at, const Items &r) {
+    const int before = at.base + r.units(), first = max(start - before, 0);
+    return {first, min(end - before, r.n_tiles) - first};
 }
-/* WARPS: 0 where the list is in the order of pages. */
-template <int WARPS> DEVICE int place_of_tile(int i, int n) {
-    int left;
-    if constexpr (WARPS > 0) return page_of_tile<WARPS>(i, n, left);
-    else return i;
+
+/* Tiles are dealt out to warps in turn. So that those of a warp are runs of pages, the list of a CTA's tiles can have another
+ * order than pages: the run of tile i of n, pages counted from the first. */
+struct PageRun {
+    int first, length; /* pages */
+    int turn;          /* how many of the run's tiles come before this one */
+};
+template <int WARPS, int PAGES> DEVICE PageRun run_of_tile(int i, int n) {
+    constexpr int ROUND = PAGES * WARPS;
+    const int base = i / ROUND * ROUND, here = min(n - base, ROUND); /* the last round has shorter runs, some longer by a page */
+    const int length = here / WARPS, longer = here - length * WARPS;
+    const int turn = (i - base) / WARPS, warp = (i - base) - turn * WARPS;
+    return {base + warp * length + min(warp, longer), length + (warp < longer), turn};
+}
+
+/* Pages of a run of FEW_RUN come in twos that lie mirrored about the middle of (at most) FEW_SHORT of them. */
+struct PairedPage {
+    int edge; /* page, from the run's first, that begins at the middle */
+    int away; /* pages between that and this one */
+    bool after;
+    DEVICE int page() const { return after ? edge + away : edge - 1 - away; }
+};
+DEVICE PairedPage paired_page(int turn, int length) {
+    const int group = turn & ~(FEW_SHORT - 1), n = min(length - group, FEW_SHORT), i = turn - group;
+    return {group + (n >> 1), i >> 1, (i & 1) || i == n - 1};
+}
+
+/* Which page of a run each turn takes, four bits each: what follows from paired_page(). */
+DEVICE uint32_t page_order(int length) {
+    return length < FEW_SHORT ? 0x210 : length < FEW_RUN ? 0x6543021 : 0x74653021;
+}
+
+/* Page of tile i of a segment, of which the CTA has a part. WARPS: 0 where the list is in the order of pages. */
+template <int WARPS, int PAGES> DEVICE int place_of_tile(int i, const Part &part) {
+    if constexpr (WARPS == 0) {
+        return i;
+    } else {
+        const PageRun run = run_of_tile<WARPS, PAGES>(i - part.first, part.n);
+        return part.first + run.first + (PAGES == FEW_RUN ? page_order(run.length) >> 4 * run.turn & 15 : run.turn);
+    }
 }
 
 /* What to copy for an item: bit 31 set: 8 overlay rows, else a tile. Both as indices. r: the items
- * of the segment that `at` names, which has the item. */
+ * of the segment that `at` names, which has the item. start, end: the CTA's items. */
 #define OVERLAY_ITEM 0x80000000u
-template <int RUN_WARPS = 0>
-DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &at, const Items &r) {
+template <int RUN_WARPS = 0, int RUN = 0>
+DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &at, const Items &r, int start = 0, int end = 0) {
     const int head = divide(at.part, p.row_tiles, p.row_tiles_magic);
     const int i = item - at.base - r.units();
     if (i < 0) {
@@ -212,13 +232,14 @@ DEVICE uint32_t source_in_segment(const DecodeParams &p, int item, const Place &
                              : (p.sink8 >> 3) + (r.recent_first + unit - r.n_sink) % (p.ring >> 3);
         return OVERLAY_ITEM | ((slot * p.n_kv_heads + head) * ((p.sink8 + p.ring) >> 3) + row8);
     }
-    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride + r.tile_first + place_of_tile<RUN_WARPS>(i, r.n_tiles));
+    const int place = r.tile_first + place_of_tile<RUN_WARPS, RUN>(i, part_of(start, end, at, r));
+    const int page = load_int(p.block_table + static_cast<size_t>(at.seq) * p.table_stride + place);
     return static_cast<uint32_t>(page) * p.n_kv_heads + head;
 }
 
-template <int RUN_WARPS> DEVICE uint32_t source_beyond(const DecodeParams &p, int item, Place at) {
+template <int RUN_WARPS, int RUN> DEVICE uint32_t source_beyond(const DecodeParams &p, int item, Place at, int start, int end) {
     advance_to(p, item, at);
-    return source_in_segment<RUN_WARPS>(p, item, at, items_of(p, at.length));
+    return source_in_segment<RUN_WARPS, RUN>(p, item, at, items_of(p, at.length), start, end);
 }
 
 /* Positions that the query at t sees of one kind of item: [first, last). */
@@ -240,6 +261,22 @@ DEVICE Span visible(const DecodeParams &p, int kind, int t) {
         s.last = t - p.recent + 1;
     }
     return s;
+}
+
+/* State of a CTA that all its warps read. */
+struct Control {
+    int start, end;
+    uint32_t total;
+    Place place;
+    Items items; /* of the place's segment */
+    Part part;   /* of that, what is this CTA's */
+    int last_flag;
+};
+
+DEVICE void enter_segment(const DecodeParams &p, Control &ctl, const Place &at) {
+    ctl.place = at;
+    ctl.items = items_of(p, at.length);
+    ctl.part = part_of(ctl.start, ctl.end, at, ctl.items);
 }
 
 #endif

@@ -139,6 +139,19 @@ DEVICE int thread_index() {
     return r;
 }
 
+/* A value that all lanes have, known to be one: in a register of the warp, as what follows from it, and a branch on it does not
+ * part the lanes. */
+DEVICE int uniform(int x) { return __shfl_sync(FULL_WARP, x, 0); }
+#if HAVE_BULK_COPY
+/* True in one lane of a whole warp, which the compiler knows to be one. */
+DEVICE bool elected() {
+    uint32_t r;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(r));
+    return r != 0;
+}
+#endif
+DEVICE int warp_index() { return uniform(threadIdx.x >> 5); }
+
 /* x / n for 0 <= x < 65536, n < 65536; magic: ceil(2^32 / n) for n > 1. */
 DEVICE int divide(int x, int n, uint32_t magic) {
     return n == 1 ? x : static_cast<int>(__umulhi(static_cast<uint32_t>(x), magic));

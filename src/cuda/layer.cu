@@ -337,6 +337,8 @@ void oscar_cuda_layer_free(oscar_cuda_layer *layer) {
     cudaFree(layer->run_table);
     cudaFree(layer->short_run_table);
     cudaFree(layer->bias_half);
+    cudaFree(layer->few_table);
+    cudaFree(layer->few_low_table);
     cudaFree(layer->k_rotation);
     cudaFree(layer->v_rotation);
     cudaFree(layer->v_mean);

@@ -26,7 +26,7 @@ struct oscar_cuda_layer {
     float *k_mean, *v_mean_rotated, *v_rotation_t;
     void *bias_table, *bias_waves, *bias_nu, *bias_units, *bias_strides, *bias_turn, *bias_dims;
     void *mirror_waves[LAYER_N_MIRRORS], *mirror_nu[LAYER_N_MIRRORS]; /* of pages 4 (i + 2) apart */
-    void *run_table, *short_run_table, *bias_half;
+    void *run_table, *short_run_table, *bias_half, *few_table, *few_low_table;
     /* For append: see AppendParams in append.cu. */
     float *k_rotation, *v_rotation, *v_mean, *k_metric, *v_metric, *k_feedback;
     float *append_bias_table, *append_bias_freq;

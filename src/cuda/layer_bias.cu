@@ -46,7 +46,7 @@ static std::vector<Pair> pairs_of(const oscar_cuda_layer_options *o, int head) {
 
 /* Sixteen pairs: fragments of cos(x f) - less, then of sin(x f), x = first, first + 1, ..; lane t has pairs 2 t, 2 t + 1
  * (k = 2 t, 2 t + 1) and 2 t + 8, 2 t + 9. less: 0 or 1. out: [2][high, low][n_blocks][32][4] words. */
-static void pack_step(const Pair *pairs, int less, double first, int n_blocks, uint32_t *out) {
+static void pack_step(const Pair *pairs, int less, double unit, double first, int n_blocks, uint32_t *out) {
     for (int part = 0; part < 2; part++)
         for (int block = 0; block < n_blocks; block++)
             for (int lane = 0; lane < 32; lane++)
@@ -55,7 +55,7 @@ static void pack_step(const Pair *pairs, int less, double first, int n_blocks, u
                     uint16_t half[2][2];
                     for (int e = 0; e < 2; e++) {
                         const double angle = pairs[2 * (lane & 3) + e + 8 * (reg >> 1)].freq * x, half_sine = sin(angle / 2);
-                        const double value = part ? sin(angle) : less ? -2 * half_sine * half_sine : cos(angle);
+                        const double value = unit * (part ? sin(angle) : less ? -2 * half_sine * half_sine : cos(angle));
                         const __half high = __float2half_rn((float)value);
                         half[0][e] = __half_as_ushort(high);
                         half[1][e] = __half_as_ushort(__float2half_rn((float)(value - (double)__half2float(high))));
@@ -116,6 +116,14 @@ static uint32_t pack_halves(double a, double b) {
     return __half_as_ushort(__float2half_rn((float)a)) | (uint32_t)__half_as_ushort(__float2half_rn((float)b)) << 16;
 }
 static double without_half(double x) { return x - (double)__half2float(__float2half_rn((float)x)); }
+
+/* Word i of [blocks of 16 tokens][32][4] of a run of pages, counted from its middle: cos and sin of a pair, of which columns 2 t
+ * and 2 t + 1 have 2 t of 8, 2 t + 8 and 2 t + 9 have 2 t + 1. */
+static uint32_t run_waves(const Pair *pairs, int pages, int i, double unit) {
+    const double x = 16 * (i / 128) + (i / 4 % 32 >> 2) + 8 * (i & 1) + .5 - 32 * pages;
+    const double angle = pairs[2 * (i / 4 & 3) + (i >> 1 & 1)].freq * x, c = unit * cos(angle), s = unit * sin(angle);
+    return pack_halves(c, s);
+}
 
 /* The table of one head for runs of some pages, as decode_runs.cuh has it: A operands of 16 tokens x 16, of which columns
  * 2 t and 2 t + 1 are cos and sin of pair 2 t of a step, 2 t + 8 and 2 t + 9 of pair 2 t + 1; then of slow pairs 64 times even
@@ -211,7 +219,7 @@ static oscar_status upload_append_table(oscar_cuda_layer *layer, const oscar_cud
 /* What goes to the device, as DecodeParams has it. n: pairs of a head, filled up. */
 struct BiasArrays {
     int steps, n, n_heads;
-    std::vector<uint32_t> table, waves, mirror_waves[LAYER_N_MIRRORS], runs, short_runs, half;
+    std::vector<uint32_t> table, waves, mirror_waves[LAYER_N_MIRRORS], runs, short_runs, half, few, few_low;
     std::vector<float> nu, units, mirror_nu[LAYER_N_MIRRORS];
     std::vector<float2> strides;
     std::vector<unsigned long long> turn;
@@ -234,14 +242,24 @@ struct BiasArrays {
     void put_tables(int head, const std::vector<Pair> &pairs) {
         for (int s = 0; s < steps; s += 2) {
             const double fastest = pairs[8 * s].freq;
-            pack_step(&pairs[8 * s], 1, .5, 2, &table[((size_t)head * steps + s) * 512]);
-            if (!waves.empty()) pack_step(&pairs[8 * s], 0, .5, 2, &waves[(size_t)head * 1024]);
+            pack_step(&pairs[8 * s], 1, 1, .5, 2, &table[((size_t)head * steps + s) * 512]);
+            if (!waves.empty()) pack_step(&pairs[8 * s], 0, 1, .5, 2, &waves[(size_t)head * 1024]);
             for (int i = 0; i < LAYER_N_MIRRORS && !mirror_nu[i].empty(); i++) /* the second page, from the middle of both */
-                pack_step(&pairs[8 * s], 0, 128 * (i + 2) - 31.5, 4, &mirror_waves[i][((size_t)head * steps + s) * 1024]);
+                pack_step(&pairs[8 * s], 0, 1, 128 * (i + 2) - 31.5, 4, &mirror_waves[i][((size_t)head * steps + s) * 1024]);
             if (fastest > SLOW_PAIR) split = std::max(split, s + 2);
             if (fastest > SLOW_EVEN) even = std::max(even, s + 2);
             if (fastest > SLOW_ODD) odd = std::max(odd, s + 2);
         }
+    }
+
+    /* Up to 16 pairs by runs of pages (decode_few.cuh). */
+    void put_few(const std::vector<Pair> &pairs, double head_unit) {
+        const double unit = FEW_UNIT * std::min(std::max(head_unit, (double)FEW_LEAST), (double)FEW_MOST);
+        for (int product = 0; product < 2; product++)
+            for (int i = 0; i < 4 * FEW_RUN * 128; i++) few.push_back(run_waves(&pairs[8 * product], FEW_RUN, i, unit));
+        few_low.resize(few_low.size() + FEW_SHORT * 1024);
+        pack_step(pairs.data(), 0, unit, .5, 2 * FEW_SHORT, &few_low[few_low.size() - FEW_SHORT * 1024]);
+        for (const Pair &pair : pairs) half.push_back((uint32_t)(turn_of(32, pair.freq) >> 32));
     }
 
     /* More than 16 pairs, mirrored kernels' other form. */
@@ -293,6 +311,7 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         pairs.resize(a.n, Pair()); /* pairs whose nu is zero */
         a.put_tables(head, pairs);
         if (mirrored && a.steps > 2) a.put_runs(pairs);
+        if (mirrored && a.steps == 2) a.put_few(pairs, unit);
         for (int k = 0; k < a.n; k++) a.put_pair(head, k, pairs[k], unit);
     }
     layer->n_tracked = o->n_tracked;
@@ -310,6 +329,8 @@ oscar_status layer_upload_bias(oscar_cuda_layer *layer, const oscar_cuda_layer_o
         upload(&layer->mirror_waves[i], a.mirror_waves[i], "bias table", &status, error);
         upload(&layer->mirror_nu[i], a.mirror_nu[i], "k_tracked", &status, error);
     }
+    upload(&layer->few_table, a.few, "bias table", &status, error);
+    upload(&layer->few_low_table, a.few_low, "bias table", &status, error);
     upload(&layer->run_table, a.runs, "bias table", &status, error);
     upload(&layer->short_run_table, a.short_runs, "bias table", &status, error);
     upload(&layer->bias_half, a.half, "bias turns", &status, error);

@@ -139,9 +139,6 @@ DEVICE int anew(int x) {
     return x;
 }
 
-/* A value that all lanes have, known to be one: in a register of the warp, and a branch on it does not part the lanes. */
-DEVICE int uniform(int x) { return __shfl_sync(FULL_WARP, x, 0); }
-
 
 /* Code i of both halves of a word, as fp16 numbers. */
 template <int I> DEVICE __half2 code_value(uint32_t word, uint32_t thousand) {
