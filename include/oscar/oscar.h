@@ -104,8 +104,7 @@ OSCAR_API const char *oscar_version(void);
  */
 
 /* The name of the code path in use: "ref"; on x86-64 "avx2", "avxvnni", "avx512", "avx512vnni",
- * "avx512vbmi", "amx"; on AArch64
- * "neon", "neondot". Chosen once, from CPUID and XCR0, or from what Linux tells of an AArch64
+ * "avx512vbmi", "amx"; on AArch64 "neon", "neondot". Chosen once, from CPUID and XCR0, or from what Linux tells of an AArch64
  * processor; the environment variable OSCAR_ISA forces one, and no cache is made when it names one
  * that this machine cannot run. Where the processor has AMX, the choice asks Linux for its registers,
  * which makes signal frames of the process 8 KiB larger. */

@@ -13,7 +13,8 @@
 #include "attn/attn_turn.h"
 
 #define HALF_TILE (TILE / 2)
-/* Rows of a block: two sums each, beside two vectors of the table and a number of the query. */
+/* Vectors of a block, and its rows: as many sums each, beside as many vectors of the table and a number of the query. */
+#define BIAS_VECS 2
 #ifndef BIAS_ROWS
 #define BIAS_ROWS DOT_ROWS
 #define BIAS_BLOCKS DECODE_BLOCKS
@@ -60,33 +61,32 @@ static void turn_to_middle(attn_decode *d) {
     turn_pairs(d->rows->n_rows, n, d->pairs + (int64_t)d->first * 2 * n, cosines, sines, d->rows->q + d->rows->head_dim, d->rows->q_dim);
 }
 
-/* Sums of x' |nu| cos(t w) (first 0) or y' |nu| sin(t w) (first 1) of n_vecs vectors of slots after the middle. */
-INLINE void half_sums(const int n_rows, const int n_vecs, const int first, int n_k, const float *q, int stride, const float *table,
-                      vf sums[BIAS_ROWS][2]) {
-    vf b[2];
+/* Sums of x' |nu| cos(t w) (first 0) or y' |nu| sin(t w) (first 1) of BIAS_VECS vectors of slots after the middle. */
+INLINE void half_sums(const int n_rows, const int first, int n_k, const float *q, int stride, const float *table,
+                      vf sums[BIAS_ROWS][BIAS_VECS]) {
+    vf b[BIAS_VECS];
     UNROLL for (int r = 0; r < n_rows; r++)
-        UNROLL for (int v = 0; v < n_vecs; v++) sums[r][v] = vf_zero();
+        UNROLL for (int v = 0; v < BIAS_VECS; v++) sums[r][v] = vf_zero();
     for (int k = first; k < n_k; k += 2) {
-        UNROLL for (int v = 0; v < n_vecs; v++) b[v] = vf_load(table + k * HALF_TILE + v * LANES);
+        UNROLL for (int v = 0; v < BIAS_VECS; v++) b[v] = vf_load(table + k * HALF_TILE + v * LANES);
         UNROLL for (int r = 0; r < n_rows; r++) {
             const vf x = vf_set1(q[r * stride + k]);
-            UNROLL for (int v = 0; v < n_vecs; v++) sums[r][v] = vf_fma(x, b[v], sums[r][v]);
+            UNROLL for (int v = 0; v < BIAS_VECS; v++) sums[r][v] = vf_fma(x, b[v], sums[r][v]);
         }
     }
 }
 
 /* logits += bias of n_rows rows from r0 on. */
 INLINE void bias_rows(const int n_rows, attn_decode *d, int r0) {
-    enum { N_VECS = 2 };
     const int n_k = d->rows->q_dim - d->rows->head_dim, stride = d->rows->q_dim;
     const float *q = d->rows->q + (int64_t)r0 * stride + d->rows->head_dim;
     float *logits = d->rows->logits + (int64_t)r0 * TILE;
-    for (int vec = 0; vec < TILE_VECS / 2; vec += N_VECS) {
-        vf even[BIAS_ROWS][N_VECS], odd[BIAS_ROWS][N_VECS];
-        half_sums(n_rows, N_VECS, 0, n_k, q, stride, d->half_table + vec * LANES, even);
-        half_sums(n_rows, N_VECS, 1, n_k, q, stride, d->half_table + vec * LANES, odd);
+    for (int vec = 0; vec < TILE_VECS / 2; vec += BIAS_VECS) {
+        vf even[BIAS_ROWS][BIAS_VECS], odd[BIAS_ROWS][BIAS_VECS];
+        half_sums(n_rows, 0, n_k, q, stride, d->half_table + vec * LANES, even);
+        half_sums(n_rows, 1, n_k, q, stride, d->half_table + vec * LANES, odd);
         UNROLL for (int r = 0; r < n_rows; r++)
-            UNROLL for (int v = 0; v < N_VECS; v++) {
+            UNROLL for (int v = 0; v < BIAS_VECS; v++) {
                 float *after = logits + r * TILE + HALF_TILE + (vec + v) * LANES;
                 float *before = logits + r * TILE + HALF_TILE - (vec + v + 1) * LANES;
                 vf_store(after, vf_add(vf_load(after), vf_add(even[r][v], odd[r][v])));

@@ -10,7 +10,6 @@
  * The including file defines, after attn_vec_*.h:
  *   DOT_ROWS              rows of the highest register block
  *   dot_vecs(n_rows)      vectors of such a block, a power of two
- *   dot_blocks(n_rows)    blocks that so many rows are cut into
  *   DOT_UNITS(bits)       units of 16 channels or tokens that accumulators take without overflow
  *   dot_add(acc, codes, bytes), dot_total(high, low)
  *                         acc + dot products of four bytes a lane; 256 high + low as 32-bit lanes
@@ -176,7 +175,7 @@ static void dot_keys(attn_decode *d, const uint8_t *keys, uint64_t valid) {
         return;
     }
 #endif
-    const int n = d->rows->n_rows, n_blocks = dot_blocks(n);
+    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
         decode_kernels[n * (i + 1) / n_blocks - r0 - 1].keys[d->k_side->bits - 2](d, r0, keys, valid);
@@ -184,7 +183,7 @@ static void dot_keys(attn_decode *d, const uint8_t *keys, uint64_t valid) {
 }
 
 static void dot_values(attn_decode *d, const uint8_t *values, int g) {
-    const int n = d->rows->n_rows, n_blocks = dot_blocks(n);
+    const int n = d->rows->n_rows, n_blocks = (n + DOT_ROWS - 1) / DOT_ROWS;
     for (int i = 0; i < n_blocks; i++) {
         int r0 = n * i / n_blocks;
         decode_kernels[n * (i + 1) / n_blocks - r0 - 1].values[d->v_side->bits - 2](d, r0, values, g);

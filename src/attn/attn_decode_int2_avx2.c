@@ -13,7 +13,6 @@ static inline vi in_order(vi sum) {
 /* Seven rows: 14 sums of 16 registers. */
 #define DOT_ROWS 7
 static inline int dot_vecs(int n_rows) { return n_rows <= 2 ? 2 : 1; }
-static inline int dot_blocks(int n_rows) { return (n_rows + DOT_ROWS - 1) / DOT_ROWS; }
 /* Four sums of two products of a code and a byte of -128 a unit, before 16 bits overflow. */
 #define DOT_UNITS(bits) ((bits) == 2 ? 8 : (bits) == 3 ? 4 : 2)
 static inline vi dot_add(vi acc, vi codes, vi bytes) {

@@ -4,12 +4,10 @@
  */
 #include "attn/attn_vec_avx512.h"
 
-/* Up to sixteen sums under way, and half of the registers left for codes and their words. */
+/* Up to sixteen sums under way, and half of the registers left for codes and their words. Blocks of up to four rows need half of
+ * the loads that larger ones do: AMD's processors with VBMI gain, Intel's neither gain nor lose. */
 #define DOT_ROWS 4
 static inline int dot_vecs(int n_rows) { return n_rows <= 2 ? 4 : 2; }
-/* Blocks of up to four rows need half of the loads that larger ones do: AMD's processors with VBMI gain, Intel's neither gain
- * nor lose. */
-static inline int dot_blocks(int n_rows) { return (n_rows + 3) / 4; }
 #define DOT_UNITS(bits) 32 /* the largest head_dim: 512 products of 15 and 32639 stay below 2^31 */
 static inline vi dot_add(vi acc, vi codes, vi bytes) { return _mm512_dpbusd_epi32(acc, codes, bytes); }
 static inline vi dot_total(vi high, vi low) { return vi_add(vi_shl(high, 8), low); }

@@ -7,7 +7,6 @@
 /* Seven rows: 14 accumulators of 16 registers; the codes and a query's bytes take the others. */
 #define DOT_ROWS 7
 static inline int dot_vecs(int n_rows) { return n_rows <= 3 ? 2 : 1; }
-static inline int dot_blocks(int n_rows) { return (n_rows + DOT_ROWS - 1) / DOT_ROWS; }
 #define DOT_UNITS(bits) 32 /* the largest head_dim: 512 products of 15 and 32639 stay below 2^31 */
 static inline vi dot_add(vi acc, vi codes, vi bytes) { return _mm256_dpbusd_avx_epi32(acc, codes, bytes); }
 static inline vi dot_total(vi high, vi low) { return vi_add(vi_shl(high, 8), low); }

@@ -8,7 +8,6 @@
  * share the load of a query's bytes, more rows the unpacking of codes. */
 #define DOT_ROWS 6
 static inline int dot_vecs(int n_rows) { return n_rows <= 3 ? 4 : 2; }
-static inline int dot_blocks(int n_rows) { return (n_rows + DOT_ROWS - 1) / DOT_ROWS; }
 #define DOT_UNITS(bits) 32 /* the largest head_dim: 512 products of 15 and 32639 stay below 2^31 */
 static inline vi dot_add(vi acc, vi codes, vi bytes) {
     return vdotq_s32(acc, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(bytes));

@@ -119,15 +119,14 @@ static void mean_products(const oscar_cache *cache, const step_block *block, int
 static void gather_pairs(const oscar_cache *cache, const step_block *block, int32_t head, const attn_rows *rows,
                          float *pairs) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
-    const rope_table *rope = &cache->ropes[layer->rope];
+    const oscar_rope *rope = &cache->ropes[layer->rope].rope;
     const int32_t *tracked = layer->fit->tracked + head * layer->n_tracked;
-    bool adjacent = rope->rope.layout == OSCAR_ROPE_ADJACENT;
     for (int32_t r = 0; r < rows->n_rows; r++, pairs += 2 * layer->n_tracked) {
         const float *q = query_row(cache, block, head, r);
         for (int32_t p = 0; p < layer->n_tracked; p++) {
             int32_t f = tracked[p];
-            pairs[p] = q[adjacent ? 2 * f : f];
-            pairs[layer->n_tracked + p] = q[adjacent ? 2 * f + 1 : f + rope->n_pairs];
+            pairs[p] = q[rope_first(rope, f)];
+            pairs[layer->n_tracked + p] = q[rope_second(rope, f)];
         }
     }
 }

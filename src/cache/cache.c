@@ -128,12 +128,6 @@ static bool layer_rope(oscar_cache *cache, cache_layer *layer) {
     return rope_table_init(&cache->ropes[layer->rope], &layer->shape.rope, cache->max_pages);
 }
 
-static void pair_dims(const oscar_rope *rope, int32_t f, int32_t *a, int32_t *b) {
-    bool adjacent = rope->layout == OSCAR_ROPE_ADJACENT;
-    *a = adjacent ? 2 * f : f;
-    *b = adjacent ? 2 * f + 1 : f + rope->n_dims / 2;
-}
-
 typedef struct arena {
     uint8_t *base; /* NULL while measuring */
     size_t used;
@@ -164,8 +158,7 @@ static void layer_bias_table(const oscar_cache *cache, cache_layer *layer) {
     const rope_table *rope = &cache->ropes[layer->rope];
     for (int32_t h = 0; h < heads; h++)
         for (int32_t p = 0; p < n; p++) {
-            int32_t f = layer->fit->tracked[h * n + p], a, b;
-            pair_dims(&layer->shape.rope, f, &a, &b);
+            int32_t f = layer->fit->tracked[h * n + p], a = rope_first(&layer->shape.rope, f), b = rope_second(&layer->shape.rope, f);
             double x = layer->fit->k_tracked[h * d + a], y = layer->fit->k_tracked[h * d + b];
             double magnitude = layer->shape.rope.magnitude;
             float *row = layer->bias_table + ((size_t)h * (size_t)n + (size_t)p) * 2 * OSCAR_PAGE_TOKENS;

@@ -286,10 +286,9 @@ static void remove_key_mean(const oscar_cache *cache, const cache_layer *layer, 
     const float *page_cos = rope->page_cos + (size_t)(position / 64) * (size_t)rope->n_pairs;
     const float *page_sin = rope->page_sin + (size_t)(position / 64) * (size_t)rope->n_pairs;
     const float *bias = layer->bias_table + (size_t)head * 2 * (size_t)n * 64 + position % 64;
-    bool adjacent = rope->rope.layout == OSCAR_ROPE_ADJACENT;
     for (int32_t p = 0; p < n; p++, bias += 128) {
         int32_t f = fit->tracked[head * n + p];
-        int32_t a = adjacent ? 2 * f : f, b = adjacent ? 2 * f + 1 : f + rope->n_pairs;
+        int32_t a = rope_first(&rope->rope, f), b = rope_second(&rope->rope, f);
         float c = page_cos[f], s = page_sin[f], x = bias[0], y = bias[64];
         row[a] -= x * c - y * s;
         row[b] -= x * s + y * c;

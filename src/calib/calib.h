@@ -51,13 +51,6 @@ oscar_status calib_congruence(int32_t d, const double *u, const double *c, doubl
  * Rotary embedding
  */
 
-/* Dims of pair f. */
-static inline int32_t rope_first(const oscar_rope *rope, int32_t f) {
-    return rope->layout == OSCAR_ROPE_ADJACENT ? 2 * f : f;
-}
-static inline int32_t rope_second(const oscar_rope *rope, int32_t f) {
-    return rope->layout == OSCAR_ROPE_ADJACENT ? 2 * f + 1 : f + rope->n_dims / 2;
-}
 /* cos and sin of position * inv_freq[f] for every pair: [n_dims / 2, 2]. */
 void rope_angles(const oscar_rope *rope, double position, double *cos_sin);
 /* Turns the pairs of x [head_dim] in place by the angles (inverse: backwards); dims without RoPE

@@ -309,12 +309,6 @@ oscar_status oscar_rotations_hadamard(oscar_rotations **out, const oscar_layer *
     return OSCAR_OK;
 }
 
-/* The two coordinates of a pair among the channels of a head. */
-static void pair_channels(const oscar_rope *rope, int32_t pair, int32_t at[2]) {
-    at[0] = rope->layout == OSCAR_ROPE_ADJACENT ? 2 * pair : pair;
-    at[1] = rope->layout == OSCAR_ROPE_ADJACENT ? 2 * pair + 1 : pair + rope->n_dims / 2;
-}
-
 oscar_status oscar_rotations_track(oscar_rotations *rotations, int32_t layer, int32_t n_pairs, const int32_t *pairs,
                                    const float *means, oscar_error *error) {
     if (layer < 0 || layer >= rotations->n_layers)
@@ -334,9 +328,10 @@ oscar_status oscar_rotations_track(oscar_rotations *rotations, int32_t layer, in
     if (!status) memcpy(made.tracked, pairs, (size_t)heads * (size_t)n_pairs * sizeof *pairs);
     if (!status && check_tracked(&made, layer, error)) status = OSCAR_ERROR_ARGUMENT;
     for (int32_t i = 0; !status && i < heads * n_pairs; i++) {
-        int32_t at[2];
-        pair_channels(&l->shape.rope, pairs[i], at);
-        for (int k = 0; k < 2; k++) made.k_tracked[(size_t)(i / n_pairs) * (size_t)d + (size_t)at[k]] = means[(size_t)(i / n_pairs) * (size_t)d + (size_t)at[k]];
+        const size_t head = (size_t)(i / n_pairs) * (size_t)d;
+        const size_t a = head + (size_t)rope_first(&l->shape.rope, pairs[i]), b = head + (size_t)rope_second(&l->shape.rope, pairs[i]);
+        made.k_tracked[a] = means[a];
+        made.k_tracked[b] = means[b];
     }
     if (!status) status = check_finite("means", made.k_tracked, (size_t)heads * (size_t)d, layer, error);
     if (status) {

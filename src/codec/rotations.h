@@ -42,6 +42,14 @@ struct oscar_rotations {
     size_t packed_bytes;
 };
 
+/* Dims of pair f. */
+static inline int32_t rope_first(const oscar_rope *rope, int32_t f) {
+    return rope->layout == OSCAR_ROPE_ADJACENT ? 2 * f : f;
+}
+static inline int32_t rope_second(const oscar_rope *rope, int32_t f) {
+    return rope->layout == OSCAR_ROPE_ADJACENT ? 2 * f + 1 : f + rope->n_dims / 2;
+}
+
 /* Copies the shapes; every other field is zero, bits 2, no arrays. NULL: no memory. */
 oscar_rotations *rotations_new(const oscar_layer *layers, int32_t n_layers);
 /* Adds or replaces; false: no memory. */

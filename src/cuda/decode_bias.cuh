@@ -156,7 +156,8 @@ DEVICE void bias_scores(const Rows<C> &r, const float (&even)[2][C::TILES][4], c
             }
 }
 
-/* Two pages that lie mirrored: block n of the table's rows. score: of the first page, which lies before the middle. */
+/* Two pages that lie mirrored: block n of the table's rows. score: of the first page, which lies before the middle. MEAN: scores
+ * begin with q . mean, where there may be a soft cap. */
 template <class C, bool MEAN>
 DEVICE void mirror_scores(const float2 (&row)[C::COLUMNS], int n, const float (&even)[C::TILES][4], const float (&odd)[C::TILES][4],
                           float (&score)[8][C::COLUMNS], float (&next)[8][C::COLUMNS]) {

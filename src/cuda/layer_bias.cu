@@ -117,17 +117,16 @@ static uint32_t pack_halves(double a, double b) {
 }
 static double without_half(double x) { return x - (double)__half2float(__float2half_rn((float)x)); }
 
-/* Word i of [blocks of 16 tokens][32][4] of a run of pages, counted from its middle: cos and sin of a pair, of which columns 2 t
- * and 2 t + 1 have 2 t of 8, 2 t + 8 and 2 t + 9 have 2 t + 1. */
-static uint32_t run_waves(const Pair *pairs, int pages, int i, double unit) {
-    const double x = 16 * (i / 128) + (i / 4 % 32 >> 2) + 8 * (i & 1) + .5 - 32 * pages;
-    const double angle = pairs[2 * (i / 4 & 3) + (i >> 1 & 1)].freq * x, c = unit * cos(angle), s = unit * sin(angle);
-    return pack_halves(c, s);
+/* Of word i of A operands of 16 tokens x 16, [blocks][32][4]: how far its token is from the middle of a run of pages. */
+static double run_token(int pages, int i) { return 16 * (i / 128) + (i / 4 % 32 >> 2) + 8 * (i & 1) + .5 - 32 * pages; }
+/* The angle whose cos and sin it has: columns 2 t and 2 t + 1 are of pair 2 t of a step, 2 t + 8 and 2 t + 9 of pair 2 t + 1. */
+static double run_angle(const Pair *pairs, int pages, int i) {
+    return pairs[2 * (i / 4 & 3) + (i >> 1 & 1)].freq * run_token(pages, i);
 }
 
-/* The table of one head for runs of some pages, as decode_runs.cuh has it: A operands of 16 tokens x 16, of which columns
- * 2 t and 2 t + 1 are cos and sin of pair 2 t of a step, 2 t + 8 and 2 t + 9 of pair 2 t + 1; then of slow pairs 64 times even
- * functions in the first eight columns, odd ones in the others. low: with low halves, [product][high, low][blocks][32][4].
+/* The table of one head for runs of some pages, as decode_runs.cuh has it: cos and sin of two steps (run_angle()); then of slow
+ * pairs 64 times even functions in the first eight columns, odd ones in the others. low: with low halves, [product][high,
+ * low][blocks][32][4].
  * Then weights of slow pairs, of a lane its row's of two pairs, even and odd: halves of two steps, or floats. */
 struct RunTable {
     double error;
@@ -140,12 +139,11 @@ struct RunTable {
         for (int product = 0; product < 3; product++)
             for (int half = 0; half < (low ? 2 : 1); half++)
                 for (int i = 0; i < 4 * pages * 128; i++) {
-                    const int lane = i / 4 % 32, reg = i & 3, t = lane & 3;
-                    const double x = 16 * (i / 128) + (lane >> 2) + 8 * (reg & 1) + .5 - 32 * pages;
+                    const int t = i / 4 & 3, is_odd = i >> 1 & 1;
                     double value[2];
                     for (int e = 0; e < 2; e++)
-                        value[e] = product < 2 ? wave(pairs[8 * product + 2 * t + (reg >> 1)].freq * x, e)
-                                               : function(reg >> 1 ? odd : even, 2 * t + e, x, reg >> 1);
+                        value[e] = product < 2 ? wave(run_angle(&pairs[8 * product], pages, i), e)
+                                               : function(is_odd ? odd : even, 2 * t + e, run_token(pages, i), is_odd);
                     words.push_back(half ? pack_halves(without_half(value[0]), without_half(value[1]))
                                          : pack_halves(value[0], value[1]));
                 }
@@ -230,7 +228,7 @@ struct BiasArrays {
     /* mirrored: for kernels that make the bias of two pages at once, one mirrored to the other. */
     BiasArrays(int n_tracked, int n_heads_, bool mirrored)
         : steps((n_tracked + 15) / 16 * 2), n(8 * steps), n_heads(n_heads_), table((size_t)n_heads * steps * 512),
-          waves(steps == 2 ? table.size() : 0), nu((size_t)n_heads * n * 2), units(n_heads),
+          waves(steps == 2 ? table.size() : 0), half(mirrored ? (size_t)n_heads * n : 0), nu((size_t)n_heads * n * 2), units(n_heads),
           strides(steps <= 8 ? (size_t)33 * n_heads * n : 0), turn((size_t)n_heads * n),
           dims((size_t)n_heads * n) {
         for (int i = 0; mirrored && i < LAYER_N_MIRRORS; i++) {
@@ -256,10 +254,12 @@ struct BiasArrays {
     void put_few(const std::vector<Pair> &pairs, double head_unit) {
         const double unit = FEW_UNIT * std::min(std::max(head_unit, (double)FEW_LEAST), (double)FEW_MOST);
         for (int product = 0; product < 2; product++)
-            for (int i = 0; i < 4 * FEW_RUN * 128; i++) few.push_back(run_waves(&pairs[8 * product], FEW_RUN, i, unit));
+            for (int i = 0; i < 4 * FEW_RUN * 128; i++) {
+                const double angle = run_angle(&pairs[8 * product], FEW_RUN, i);
+                few.push_back(pack_halves(unit * cos(angle), unit * sin(angle)));
+            }
         few_low.resize(few_low.size() + FEW_SHORT * 1024);
         pack_step(pairs.data(), 0, unit, .5, 2 * FEW_SHORT, &few_low[few_low.size() - FEW_SHORT * 1024]);
-        for (const Pair &pair : pairs) half.push_back((uint32_t)(turn_of(32, pair.freq) >> 32));
     }
 
     /* More than 16 pairs, mirrored kernels' other form. */
@@ -269,7 +269,6 @@ struct BiasArrays {
         short_runs.insert(short_runs.end(), of_short_runs.words.begin(), of_short_runs.words.end());
         run_error = std::max(run_error, of_runs.error);
         short_run_error = std::max(short_run_error, of_short_runs.error);
-        for (const Pair &pair : pairs) half.push_back((uint32_t)(turn_of(32, pair.freq) >> 32));
     }
 
     static void put_nu(std::vector<float> &to, size_t at, const Pair &pair, double angle, double unit) {
@@ -284,6 +283,7 @@ struct BiasArrays {
         put_nu(nu, at, pair, 31.5 * f, unit);
         for (int i = 0; i < LAYER_N_MIRRORS && !mirror_nu[i].empty(); i++) put_nu(mirror_nu[i], at, pair, (31.5 + 128 * (i + 2)) * f, unit);
         turn[at] = turn_of(64, f);
+        if (!half.empty()) half[at] = (uint32_t)(turn_of(32, f) >> 32);
         dims[at] = pair.dims;
         for (size_t pages = 0; pages < strides.size() / ((size_t)n_heads * n); pages++) {
             const double angle = fmod(64.0 * pages * f, 6.283185307179586);

@@ -139,7 +139,6 @@ DEVICE int anew(int x) {
     return x;
 }
 
-
 /* Code i of both halves of a word, as fp16 numbers. */
 template <int I> DEVICE __half2 code_value(uint32_t word, uint32_t thousand) {
     constexpr int AT = I < 5 ? I : I - 5; /* bits 2 AT of what is below 2^10 */
