@@ -453,13 +453,18 @@ static void merge_rows(attn_rows *rows, const attn_rows *more) {
     for (int32_t r = 0; r < rows->n_rows; r++) {
         float ours = rows->row_max[r], theirs = more->row_max[r];
         if (theirs == -INFINITY) continue;
-        float max = ours > theirs ? ours : theirs;
-        float a = share_of(ours, max), b = expf(theirs - max);
         const float *from = more->acc + (size_t)r * (size_t)d;
         float *to = rows->acc + (size_t)r * (size_t)d;
-        for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i] * b;
-        rows->row_sum[r] = rows->row_sum[r] * a + more->row_sum[r] * b;
-        rows->row_max[r] = max;
+        if (ours > theirs) { /* whose factor is 1 */
+            float b = expf(theirs - ours);
+            for (int32_t i = 0; i < d; i++) to[i] += from[i] * b;
+            rows->row_sum[r] += more->row_sum[r] * b;
+            continue;
+        }
+        float a = share_of(ours, theirs);
+        for (int32_t i = 0; i < d; i++) to[i] = to[i] * a + from[i];
+        rows->row_sum[r] = rows->row_sum[r] * a + more->row_sum[r];
+        rows->row_max[r] = theirs;
     }
 }
 
@@ -523,9 +528,9 @@ static void attend_item(oscar_cache *cache, const step_block *block, int32_t hea
 }
 
 /* Entries of the list of items, each for one head, that a thread takes at once. Every share of a block prepares its queries
- * anew, so shares are as large as a few for each thread allow. */
+ * anew, so shares are as large as a few for each thread allow; alone, a thread has nobody to share with. */
 static int32_t share_of_items(const step_state *s, int32_t n_threads) {
-    const int32_t shares = SHARES_A_THREAD * n_threads;
+    const int32_t shares = n_threads > 1 ? SHARES_A_THREAD * n_threads : 1;
     return s->n_items > shares ? s->n_items / shares : 1;
 }
 
