@@ -39,7 +39,7 @@ static int n_ctas_of(const oscar_cuda_layer *layer, const oscar_cuda_decode_args
 
 /* The workspace: sums, then partials, then counters, which must be zero between launches: so their
  * place does not depend on the call. */
-#define SUMS_BYTES (2 * DECODE_MAX_CTAS * 8 * sizeof(float4))
+#define SUMS_BYTES (2 * DECODE_MAX_CTAS * 16 * sizeof(float2))
 #define PARTIALS_BYTES (2 * DECODE_MAX_CTAS * DECODE_MAX_SLOT_FLOATS * sizeof(float))
 
 size_t oscar_cuda_workspace_bytes(const oscar_cuda_layer *layer, int32_t n_seqs, int32_t n_q_tokens) {
@@ -103,7 +103,7 @@ static DecodeParams params_of(const oscar_cuda_layer *layer, const oscar_cuda_de
     p.bias_dims = (const int2 *)layer->bias_dims;
     if (a->workspace) {
         uint8_t *w = (uint8_t *)a->workspace;
-        p.partial_sums = (float4 *)w;
+        p.partial_sums = (float2 *)w;
         p.partials = (float *)(w + SUMS_BYTES);
         p.counters = (uint32_t *)(w + SUMS_BYTES + PARTIALS_BYTES);
     }

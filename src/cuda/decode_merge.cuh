@@ -11,147 +11,152 @@
 #include "decode_tile.cuh"
 
 template <class C> struct Merge {
-    static constexpr int FRAGMENTS = C::TILES * C::STEPS * 32; /* of 4 floats */
-    static constexpr int SLOT_FLOATS = FRAGMENTS * 4;
-    static constexpr int WARP_BYTES = FRAGMENTS * 16;
-    static constexpr int WARPS_BYTES = C::WARPS * (WARP_BYTES + 16 * 16);
-    static constexpr int ROWS_BYTES = 16 * C::D * 4; /* output rows */
+    static constexpr int WHOLE = C::FULL * C::STEPS * 32;             /* fragments of a warp: of two rows, four floats */
+    static constexpr int HALF = (C::TILES - C::FULL) * C::STEPS * 32; /* and of one row, two floats */
+    static constexpr int SLOT_FLOATS = WHOLE * 4 + HALF * 2;
+    static constexpr int WARP_BYTES = (SLOT_FLOATS + 2 * C::ROWS) * 4; /* with rows' maxima and sums */
+    static constexpr int LINE = (C::WARPS + 3) / 4 * 4;                /* floats of a row: weights of the warps */
+    static constexpr int WEIGHTS = C::ROWS * LINE + 16;                /* a warp has all of them, and rows' factors */
+    static constexpr int WARPS_BYTES = C::WARPS * (WARP_BYTES + WEIGHTS * 4);
+    /* Weights of partials: floats from a row to the next, so that four rows lie in different banks. */
+    static constexpr int PARTIALS_LINE = DECODE_MAX_CTAS + 4;
+    static constexpr int ROWS_OFFSET = (C::ROWS * PARTIALS_LINE + 16) * 4; /* of output rows, behind these and rows' factors */
+    static constexpr int ROWS_BYTES = ROWS_OFFSET + C::ROWS * C::D * 4;
     static constexpr int BYTES = WARPS_BYTES > ROWS_BYTES ? WARPS_BYTES : ROWS_BYTES;
 };
 
-/* A row of this CTA: log2 maximum, sum, offset sum of one group. */
-struct RowTotal {
-    float max, sum, offset;
-};
-
-/* Rows of warps behind their fragments, [WARPS, 16]: maximum (log2), sum, offset sums of up to two groups. */
-template <class C> DEVICE float4 *warp_stats(uint8_t *area) {
-    return reinterpret_cast<float4 *>(area + C::WARPS * Merge<C>::WARP_BYTES);
-}
-
-/* What N parts of a sum, each with a maximum of its own, count for in a row: of its lanes, eight of a warp with equal lane & 3,
- * each has every eighth part. */
-template <int N> struct SharedWeights {
-    static constexpr int EACH = (N + 7) / 8;
-    float own[EACH];
-
-    DEVICE static int part(int i) { return ((threadIdx.x & 31) >> 2) + 8 * i; }
-    /* max: of this lane's parts. top: of what was before; returns the new one. */
-    DEVICE float weigh(const float (&max)[EACH], float top) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) top = fmaxf(top, max[i]);
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
-#pragma unroll
-        for (int i = 0; i < EACH; i++) own[i] = exp2_fast(max[i] - top);
-        return top;
-    }
-    /* Sum over the parts, which are x. */
-    DEVICE float sum(const float (&x)[EACH]) const {
-        float all = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) all = fmaf(own[i], x[i], all);
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) all += __shfl_xor_sync(FULL_WARP, all, d);
-        return all;
-    }
-    DEVICE float of(int k) const { return __shfl_sync(FULL_WARP, own[k / 8], k % 8 * 4 + (threadIdx.x & 3)); }
-};
-
-/* Total of a row over the warps, and the factors that bring them to one maximum. All lanes of a warp call it. */
-template <class C> DEVICE RowTotal weigh_warps(uint8_t *area, int row, int group, float (&factor)[C::WARPS]) {
-    typedef SharedWeights<C::WARPS> W;
-    W weights;
-    float max[W::EACH], sum[W::EACH], offset[W::EACH];
-#pragma unroll
-    for (int i = 0; i < W::EACH; i++) {
-        const int w = W::part(i);
-        const float4 stats = warp_stats<C>(area)[min(w, C::WARPS - 1) * 16 + row];
-        max[i] = w < C::WARPS ? stats.x : NO_MAXIMUM;
-        sum[i] = w < C::WARPS ? stats.y : 0.0f;
-        offset[i] = w < C::WARPS ? C::G > 1 && group ? stats.w : stats.z : 0.0f;
-    }
-    RowTotal total;
-    total.max = weights.weigh(max, NO_MAXIMUM);
-    total.sum = weights.sum(sum);
-    total.offset = weights.sum(offset);
-#pragma unroll
-    for (int w = 0; w < C::WARPS; w++) factor[w] = weights.of(w);
-    return total;
-}
-
-/* Rows and channel of fragment e: x and z are of row0, y and w of row1 (the same in a half tile); x and y are of channel
- * d, z and w of d + 8. */
-template <class C> struct Fragment {
-    int row0, row1, step, d, stats; /* stats: where a partial has what belongs to the rows */
-    bool full;
+/* Fragment e of whole or of half column tiles: of channels d and d + 8, of row and, if whole, of row + 4. */
+template <class C, bool WHOLE> struct Fragment {
+    static constexpr int COUNT = WHOLE ? Merge<C>::WHOLE : Merge<C>::HALF;
+    static constexpr int ROUNDS = (COUNT + C::THREADS - 1) / C::THREADS;
+    int row, d;
     DEVICE explicit Fragment(int e) {
-        const int j = e / (C::STEPS * 32);
-        step = (e >> 5) % C::STEPS;
-        full = j < C::FULL;
-        row0 = 8 * j + (e & 3);
-        row1 = full ? row0 + 4 : row0;
-        stats = 4 * j + (e & 3);
-        d = 16 * step + ((e & 31) >> 2);
+        row = 8 * (e / (C::STEPS * 32) + (WHOLE ? 0 : C::FULL)) + (e & 3);
+        d = 16 * ((e >> 5) % C::STEPS) + ((e & 31) >> 2);
+    }
+    /* Of this thread, and whether it has one: if not, any, so that no register is defined by some threads only. */
+    DEVICE static int of_thread(int round) { return min(thread_index() + round * C::THREADS, COUNT ? COUNT - 1 : 0); }
+    DEVICE static bool has(int round) {
+        return COUNT % C::THREADS == 0 || thread_index() + round * C::THREADS < COUNT;
+    }
+};
+template <bool WHOLE> struct FragmentForm {
+    typedef float4 Type;
+};
+template <> struct FragmentForm<false> {
+    typedef float2 Type;
+};
+template <bool WHOLE> using FragmentValue = typename FragmentForm<WHOLE>::Type;
+
+DEVICE void clear(float4 &x) { x = make_float4(0, 0, 0, 0); }
+DEVICE void clear(float2 &x) { x = make_float2(0, 0); }
+/* f0, f1: of the two rows. */
+DEVICE void add_weighted(float4 &sum, const float4 &v, float f0, float f1) {
+    sum = make_float4(fmaf(f0, v.x, sum.x), fmaf(f1, v.y, sum.y), fmaf(f0, v.z, sum.z), fmaf(f1, v.w, sum.w));
+}
+DEVICE void add_weighted(float2 &sum, const float2 &v, float f, float) {
+    sum = make_float2(fmaf(f, v.x, sum.x), fmaf(f, v.y, sum.y));
+}
+DEVICE float4 scaled(const float4 &v, float f0, float f1) { return make_float4(v.x * f0, v.y * f1, v.z * f0, v.w * f1); }
+DEVICE float2 scaled(const float2 &v, float f, float) { return make_float2(v.x * f, v.y * f); }
+
+/* Fragments of one kind, of a slot or of a warp's sums: the whole ones come first. */
+template <class C, bool WHOLE> DEVICE const FragmentValue<WHOLE> *fragments_of(const float *slot) {
+    return reinterpret_cast<const FragmentValue<WHOLE> *>(slot + (WHOLE ? 0 : Merge<C>::WHOLE * 4));
+}
+template <class C, bool WHOLE> DEVICE FragmentValue<WHOLE> *fragments_of(float *slot) {
+    return reinterpret_cast<FragmentValue<WHOLE> *>(slot + (WHOLE ? 0 : Merge<C>::WHOLE * 4));
+}
+
+/* Where warps leave their sums: a warp's are so many bytes behind those of the warp before. */
+struct WarpSums {
+    uint8_t *first;
+    int stride;
+    DEVICE float *of(int warp) const { return reinterpret_cast<float *>(first + warp * stride); }
+    /* [ROWS] maximum (log2) and sum. */
+    template <class C> DEVICE float2 *rows_of(int warp) const {
+        return reinterpret_cast<float2 *>(of(warp) + Merge<C>::SLOT_FLOATS);
     }
 };
 
-/* Sum over the warps of fragment e, and the totals of its rows. */
-template <class C> DEVICE float4 sum_warps(uint8_t *area, int e, RowTotal &total0, RowTotal &total1) {
-    using M = Merge<C>;
-    const float4 *fragments = reinterpret_cast<const float4 *>(area) + e;
-    const Fragment<C> at(e);
-    const int group = (at.step >> 2) / C::WORDS_A_GROUP;
-    const float unit = static_cast<float>(1 << (24 - 2 * (at.step & 3)));
-    float f0[C::WARPS], f1[C::WARPS];
-    total0 = weigh_warps<C>(area, at.row0, group, f0);
-    if constexpr (C::FULL > 0) {
-        total1 = weigh_warps<C>(area, at.row1, group, f1);
-    } else {
-        total1 = total0;
+/* What a warp has of the output, and its rows' maxima and sums. q_mean: see merge_segment(). */
+template <class C> DEVICE void leave_warp(Rows<C> &r, const WarpSums &sums, const float (&q_mean)[C::COLUMNS], int warp, int lane) {
 #pragma unroll
-        for (int w = 0; w < C::WARPS; w++) f1[w] = f0[w];
-    }
-    float4 sum = make_float4(0, 0, 0, 0);
+    for (int d = 4; d < 32; d <<= 1)
 #pragma unroll
-    for (int w = 0; w < C::WARPS; w++) {
-        const float4 v = fragments[w * M::FRAGMENTS];
-        sum.x = fmaf(f0[w], v.x, sum.x);
-        sum.y = fmaf(f1[w], v.y, sum.y);
-        sum.z = fmaf(f0[w], v.z, sum.z);
-        sum.w = fmaf(f1[w], v.w, sum.w);
-    }
-    if (!at.full) { /* both columns are the same row */
-        sum.x += sum.y;
-        sum.z += sum.w;
-    }
-    return make_float4(fmaf(sum.x, unit, total0.offset), fmaf(sum.y, unit, total1.offset), fmaf(sum.z, unit, total0.offset),
-                       fmaf(sum.w, unit, total1.offset));
-}
-
-template <class C> DEVICE void store_warp(Rows<C> &r, uint8_t *area, const float (&q_mean)[C::COLUMNS], int warp, int lane) {
-    using M = Merge<C>;
-    float4 *fragments = reinterpret_cast<float4 *>(area) + warp * M::FRAGMENTS;
-    float4 *stats = warp_stats<C>(area) + warp * 16;
-#pragma unroll
-    for (int i = 0; i < C::COLUMNS; i++) {
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) {
+        for (int i = 0; i < C::COLUMNS; i++) {
             r.row_sum[i] += __shfl_xor_sync(FULL_WARP, r.row_sum[i], d);
 #pragma unroll
             for (int k = 0; k < C::G; k++)
                 r.offset_sum[i][k] += __shfl_xor_sync(FULL_WARP, r.offset_sum[i][k], d);
         }
-        if (lane < 4)
-            stats[4 * i + lane] = make_float4(r.row_sum[i] > 0 ? fmaf(r.row_max[i], r.scale[i], q_mean[i]) : NO_MAXIMUM,
-                                              r.row_sum[i], r.offset_sum[i][0], r.offset_sum[i][C::G - 1]);
-    }
+    if (lane < 4)
+#pragma unroll
+        for (int i = 0; i < C::COLUMNS; i++)
+            sums.rows_of<C>(warp)[4 * i + lane] =
+                make_float2(r.row_sum[i] > 0 ? fmaf(r.row_max[i], r.scale[i], q_mean[i]) : NO_MAXIMUM, r.row_sum[i]);
+    float *own = sums.of(warp);
 #pragma unroll
     for (int j = 0; j < C::TILES; j++)
 #pragma unroll
-        for (int m = 0; m < C::STEPS; m++)
-            fragments[(j * C::STEPS + m) * 32 + lane] =
-                make_float4(r.acc[j][m][0], r.acc[j][m][1], r.acc[j][m][2], r.acc[j][m][3]);
+        for (int m = 0; m < C::STEPS; m++) {
+            const float unit = static_cast<float>(1 << (24 - 2 * (m & 3))), (&x)[4] = r.acc[j][m];
+            const int k = (m >> 2) / C::WORDS_A_GROUP;
+            const float o0 = r.offset_sum[2 * j][k], o1 = r.offset_sum[j < C::FULL ? 2 * j + 1 : 2 * j][k];
+            if (j < C::FULL)
+                fragments_of<C, true>(own)[(j * C::STEPS + m) * 32 + lane] =
+                    make_float4(fmaf(x[0], unit, o0), fmaf(x[1], unit, o1), fmaf(x[2], unit, o0), fmaf(x[3], unit, o1));
+            else /* both columns are the same row */
+                fragments_of<C, false>(own)[m * 32 + lane] = make_float2(fmaf(x[0] + x[1], unit, o0), fmaf(x[2] + x[3], unit, o0));
+        }
+}
+
+/* A row of this CTA: log2 maximum and sum. */
+struct RowTotal {
+    float max, sum;
+};
+
+/* This lane's row of this CTA, and, for this warp alone, what the warps' sums count for in all rows. own: the warp's weights. */
+template <class C> DEVICE RowTotal weigh_warps(const WarpSums &sums, float *own, int lane) {
+    const int row = min(lane, C::ROWS - 1);
+    float2 x[Merge<C>::LINE];
+    RowTotal total = {NO_MAXIMUM, 0};
+#pragma unroll
+    for (int w = 0; w < Merge<C>::LINE; w++) {
+        x[w] = w < C::WARPS ? sums.rows_of<C>(w)[row] : make_float2(NO_MAXIMUM, 0);
+        total.max = fmaxf(total.max, x[w].x);
+    }
+#pragma unroll
+    for (int w = 0; w < Merge<C>::LINE; w++) {
+        x[w].x = w < C::WARPS ? exp2_fast(x[w].x - total.max) : 0.0f;
+        total.sum = fmaf(x[w].x, x[w].y, total.sum);
+    }
+#pragma unroll
+    for (int v = 0; v < Merge<C>::LINE / 4; v++)
+        if (lane < C::ROWS)
+            reinterpret_cast<float4 *>(own + row * Merge<C>::LINE)[v] =
+                make_float4(x[4 * v].x, x[4 * v + 1].x, x[4 * v + 2].x, x[4 * v + 3].x);
+    __syncwarp();
+    return total;
+}
+
+/* Sum over the warps of fragment e. weights: see weigh_warps(). */
+template <class C, bool WHOLE> DEVICE FragmentValue<WHOLE> sum_warps(const WarpSums &sums, const float *weights, int e) {
+    const Fragment<C, WHOLE> at(e);
+    const float4 *f0 = reinterpret_cast<const float4 *>(weights + at.row * Merge<C>::LINE);
+    const float4 *f1 = WHOLE ? f0 + Merge<C>::LINE : f0; /* four rows on */
+    FragmentValue<WHOLE> sum;
+    clear(sum);
+#pragma unroll
+    for (int v = 0; v < Merge<C>::LINE / 4; v++) {
+        const float4 a = f0[v], b = f1[v];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (4 * v + k < C::WARPS)
+                add_weighted(sum, fragments_of<C, WHOLE>(sums.of(4 * v + k))[e], k == 0 ? a.x : k == 1 ? a.y : k == 2 ? a.z : a.w,
+                             k == 0 ? b.x : k == 1 ? b.y : k == 2 ? b.z : b.w);
+    }
+    return sum;
 }
 
 /* Where rows of a segment go. */
@@ -176,16 +181,23 @@ DEVICE float normaliser(float max, float sum, const float *sink_logits, int q_he
     return __fdividef(factor, sum);
 }
 
-/* One number of a row to the output. */
-template <class C> DEVICE void write_value(const DecodeParams &p, const Target &to, int row, int d, float x) {
+/* Index of a row's first number in the output. */
+template <class C> DEVICE size_t place_of_row(const DecodeParams &p, const Target &to, int row) {
     const int r = to.first_row + row, token = divide(r, p.gqa, p.gqa_magic), head = to.head * p.gqa + r - token * p.gqa;
-    const size_t at = (static_cast<size_t>(to.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * C::D + d;
+    return (static_cast<size_t>(to.seq * p.n_q_tokens + token) * (p.n_kv_heads * p.gqa) + head) * C::D;
+}
+
+/* One number to the output. */
+DEVICE void write_number(const DecodeParams &p, size_t at, float x) {
     if (p.out_dtype == OSCAR_DTYPE_F32)
         static_cast<float *>(p.out)[at] = x;
     else
         static_cast<uint16_t *>(p.out)[at] = p.out_dtype == OSCAR_DTYPE_BF16
                                                  ? __bfloat16_as_ushort(__float2bfloat16_rn(x))
                                                  : __half_as_ushort(__float2half_rn(x));
+}
+template <class C> DEVICE void write_value(const DecodeParams &p, const Target &to, int row, int d, float x) {
+    write_number(p, place_of_row<C>(p, to, row) + d, x);
 }
 
 /* Rows in shared memory [n_rows, D], normalised, turned back, to the output. */
@@ -210,200 +222,225 @@ template <class C> DEVICE float2 fragment_means(const DecodeParams &p, const Tar
     return make_float2(__ldg(mean), __ldg(mean + 8));
 }
 
-/* A normalised fragment to the output, or, when rows are to be turned back, to shared memory. */
-template <class C>
-DEVICE void put_fragment(const DecodeParams &p, float *rows, const Target &to, const Fragment<C> &at, const float4 &v,
-                         const float2 &mean) {
-    const bool one = at.row0 < to.n_rows, two = at.full && at.row1 < to.n_rows;
-    if (p.v_rotation_t) {
-        if (one) {
-            rows[at.row0 * C::D + at.d] = v.x;
-            rows[at.row0 * C::D + at.d + 8] = v.z;
+/* Where channels d and d + 8 of a row go: to the output, or, when rows are to be turned back, to shared memory. */
+template <class C> struct OutputPlace {
+    size_t at;
+    bool any;
+    DEVICE OutputPlace(const DecodeParams &p, const Target &to, int row, int d) {
+        any = row < to.n_rows;
+        at = p.v_rotation_t ? row * C::D + d : place_of_row<C>(p, to, row) + d;
+    }
+    DEVICE void put(const DecodeParams &p, float *rows, float x, float y, const float2 &mean) const {
+        if (!any) return;
+        if (p.v_rotation_t) {
+            rows[at] = x;
+            rows[at + 8] = y;
+        } else {
+            write_number(p, at, x + mean.x);
+            write_number(p, at + 8, y + mean.y);
         }
-        if (two) {
-            rows[at.row1 * C::D + at.d] = v.y;
-            rows[at.row1 * C::D + at.d + 8] = v.w;
-        }
-        return;
     }
-    if (one) {
-        write_value<C>(p, to, at.row0, at.d, v.x + mean.x);
-        write_value<C>(p, to, at.row0, at.d + 8, v.z + mean.y);
+};
+
+/* The places of a fragment's numbers, and their means: what takes long is done before the numbers are there. */
+template <class C, bool WHOLE> struct FragmentPlace {
+    OutputPlace<C> first, second;
+    float2 mean;
+    DEVICE FragmentPlace(const DecodeParams &p, const Target &to, const Fragment<C, WHOLE> &at)
+        : first(p, to, at.row, at.d), second(p, to, at.row + (WHOLE ? 4 : 0), at.d), mean(fragment_means<C>(p, to, at.d)) {}
+    DEVICE void put(const DecodeParams &p, float *rows, const float4 &v) const {
+        first.put(p, rows, v.x, v.z, mean);
+        second.put(p, rows, v.y, v.w, mean);
     }
-    if (two) {
-        write_value<C>(p, to, at.row1, at.d, v.y + mean.x);
-        write_value<C>(p, to, at.row1, at.d + 8, v.w + mean.y);
-    }
-}
+    DEVICE void put(const DecodeParams &p, float *rows, const float2 &v) const { first.put(p, rows, v.x, v.y, mean); }
+};
+template <class C> DEVICE float *output_rows(uint8_t *area) { return reinterpret_cast<float *>(area + Merge<C>::ROWS_OFFSET); }
 
 /* What brings a row's sums to its softmax; 0 for a row that does not exist. */
 template <class C> DEVICE float row_factor(const DecodeParams &p, const Target &to, int row, float max, float sum) {
     return row < to.n_rows ? normaliser(max, sum, p.sink_logits, query_head(p, to, row)) : 0.0f;
 }
 
-/* One row of the partials that a thread sums: its running maximum and sum. */
-struct RunningRow {
-    float max, sum;
-
-    /* Takes in the maxima and sums of N partials, of which each of the row's lanes has some. Returns what the sums so far are to be
-     * multiplied by; weight: what the new ones are. */
-    template <int N> DEVICE float take(const float2 (&stats)[SharedWeights<N>::EACH], float (&weight)[N]) {
-        typedef SharedWeights<N> W;
-        W weights;
-        float tops[W::EACH], parts[W::EACH];
-#pragma unroll
-        for (int i = 0; i < W::EACH; i++) {
-            tops[i] = stats[i].x;
-            parts[i] = stats[i].y;
-        }
-        const float top = weights.weigh(tops, max), factor = exp2_fast(max - top);
-        max = top;
-        sum = fmaf(sum, factor, weights.sum(parts));
-#pragma unroll
-        for (int k = 0; k < N; k++) weight[k] = weights.of(k);
-        return factor;
-    }
-};
-
-/* What a partial has of a fragment: all of it, or, where both columns are the same row, x and z. */
-DEVICE float4 fragment_of(const float4 &v) { return v; }
-DEVICE float4 fragment_of(const float2 &v) { return make_float4(v.x, 0, v.y, 0); }
-DEVICE void store_fragment(float4 *to, const float4 &v) { __stcg(to, v); }
-DEVICE void store_fragment(float2 *to, const float4 &v) { __stcg(to, make_float2(v.x, v.z)); }
-template <bool ONE_ROW> struct PartialForm {
-    typedef float4 Fragment;
-};
-template <> struct PartialForm<true> {
-    typedef float2 Fragment;
-};
-/* [FRAGMENTS], of 2 slots a CTA, each with room for float4. */
-template <class C> using PartialFragment = typename PartialForm<C::FULL == 0>::Fragment;
-template <class C> DEVICE PartialFragment<C> *partial_of(const DecodeParams &p, size_t slot) {
-    return reinterpret_cast<PartialFragment<C> *>(p.partials + slot * Merge<C>::SLOT_FLOATS);
+/* Partials of the workspace, two slots a CTA. */
+template <class C> DEVICE float *partial_of(const DecodeParams &p, int slot) {
+    return p.partials + static_cast<size_t>(slot) * Merge<C>::SLOT_FLOATS;
 }
-template <class C> __host__ __device__ constexpr int partial_stride() {
-    return Merge<C>::SLOT_FLOATS * 4 / static_cast<int>(sizeof(PartialFragment<C>));
-}
-
 /* Partials that are summed at once. */
 #define PARTIALS 16
 
-/* Sum of the partials so far. */
-struct PartialSum {
-    float4 sum;
-    RunningRow row0, row1;
+/* The partials of a segment: the first CTA's is in slot first_slot of its two, the others' in the first. */
+struct Partials {
+    int first_slot, first_cta, n;
+    DEVICE int slot(int k) const { return 2 * (first_cta + k) + (k == 0 ? first_slot : 0); }
+};
 
-    /* Adds partials k .. k + PARTIALS - 1 of n. values, sums: of this fragment and its rows, in the first slot of CTA k; those of
-     * k = 0 are in first_slot. */
-    template <class C>
-    DEVICE void add(const PartialFragment<C> *values, const float4 *sums, int k, int n, int first_slot) {
-        float4 v[PARTIALS];
-        float w0[PARTIALS], w1[PARTIALS], f0, f1;
-        typedef SharedWeights<PARTIALS> W;
-        float2 stats0[W::EACH], stats1[W::EACH];
-#pragma unroll
-        for (int i = 0; i < W::EACH; i++) {
-            const int at = W::part(i);
-            float4 stats = __ldcg(sums + (2 * min(at, n - 1 - k) + (k + at == 0 ? first_slot : 0)) * 8);
-            if (k + at >= n) stats = make_float4(NO_MAXIMUM, 0, NO_MAXIMUM, 0);
-            stats0[i] = make_float2(stats.x, stats.y);
-            stats1[i] = make_float2(stats.z, stats.w);
-        }
+/* Partials k .. k + PARTIALS - 1 of a fragment. */
+template <class C, bool WHOLE> struct Loaded {
+    FragmentValue<WHOLE> v[PARTIALS];
+    DEVICE void load(const DecodeParams &p, const Partials &of, int e, int k) {
 #pragma unroll
         for (int i = 0; i < PARTIALS; i++) {
-            v[i] = make_float4(0, 0, 0, 0);
-            if (k + i < n) v[i] = fragment_of(__ldcg(values + (2 * i + (i == 0 && k == 0 ? first_slot : 0)) * partial_stride<C>()));
+            clear(v[i]);
+            if (k + i < of.n) v[i] = __ldcg(fragments_of<C, WHOLE>(partial_of<C>(p, of.slot(k + i))) + e);
         }
-        f1 = f0 = row0.take(stats0, w0);
-        if (C::FULL > 0) f1 = row1.take(stats1, w1);
+    }
+    DEVICE void add_to(FragmentValue<WHOLE> &sum, const float *weights, int row, int k) const {
+        const float4 *f0 = reinterpret_cast<const float4 *>(weights + row * Merge<C>::PARTIALS_LINE + k);
+        const float4 *f1 = WHOLE ? f0 + Merge<C>::PARTIALS_LINE : f0;
 #pragma unroll
-        for (int i = 0; C::FULL == 0 && i < PARTIALS; i++) w1[i] = w0[i];
-        sum = make_float4(sum.x * f0, sum.y * f1, sum.z * f0, sum.w * f1);
-#pragma unroll
-        for (int i = 0; i < PARTIALS; i++) {
-            sum.x = fmaf(w0[i], v[i].x, sum.x);
-            sum.y = fmaf(w1[i], v[i].y, sum.y);
-            sum.z = fmaf(w0[i], v[i].z, sum.z);
-            sum.w = fmaf(w1[i], v[i].w, sum.w);
+        for (int i = 0; i < PARTIALS; i += 4) {
+            const float4 a = f0[i / 4], b = f1[i / 4];
+            add_weighted(sum, v[i], a.x, b.x);
+            add_weighted(sum, v[i + 1], a.y, b.y);
+            add_weighted(sum, v[i + 2], a.z, b.z);
+            add_weighted(sum, v[i + 3], a.w, b.w);
         }
     }
 };
 
-/* Sums n partials, of CTAs from first_cta on: in the first slot of each, but in slot first_slot of the first. Every warp weighs
- * the rows of its own fragments: that is sooner done than said to the others. */
-template <class C>
-DEVICE void finish_partials(const DecodeParams &p, uint8_t *area, const Target &to, int first_slot, int first_cta, int n) {
-    using M = Merge<C>;
-    float *rows = reinterpret_cast<float *>(area);
-#pragma unroll 1
-    for (int e0 = 0; e0 < M::FRAGMENTS; e0 += C::THREADS) {
-        /* All threads load: a register that only some define would be taken for the whole kernel. */
-        const bool active = e0 + thread_index() < M::FRAGMENTS;
-        const int e = min(e0 + thread_index(), M::FRAGMENTS - 1);
-        const Fragment<C> at(e);
-        const float2 mean = fragment_means<C>(p, to, at.d);
-        PartialSum all = {make_float4(0, 0, 0, 0), {NO_MAXIMUM, 0}, {NO_MAXIMUM, 0}};
-        const PartialFragment<C> *values = partial_of<C>(p, 2 * first_cta) + e;
-        const float4 *sums = p.partial_sums + 2 * first_cta * 8 + at.stats;
-#pragma unroll 1
-        for (int k = 0; k < n; k += PARTIALS) {
-            all.add<C>(values, sums, k, n, first_slot);
-            values += 2 * PARTIALS * partial_stride<C>();
-            sums += 2 * PARTIALS * 8;
-        }
-        if (C::FULL == 0) all.row1 = all.row0;
-        const float n0 = row_factor<C>(p, to, at.row0, all.row0.max, all.row0.sum);
-        const float n1 = row_factor<C>(p, to, at.row1, all.row1.max, all.row1.sum);
-        const float4 sum = all.sum;
-        if (active) put_fragment<C>(p, rows, to, at, make_float4(sum.x * n0, sum.y * n1, sum.z * n0, sum.w * n1), mean);
-    }
-    if (!p.v_rotation_t) return;
-    __syncthreads();
-    turn_back<C>(p, rows, to);
+/* Half a warp has a row at a time: which, in a round. */
+template <class C> DEVICE int own_row(int round) { return (thread_index() >> 4) + round * 2 * C::WARPS; }
+/* Its maximum and sum in partial k. */
+template <class C> DEVICE float2 load_stats(const DecodeParams &p, const Partials &of, int k, int round) {
+    return k < of.n ? __ldcg(p.partial_sums + of.slot(k) * 16 + min(own_row<C>(round), C::ROWS - 1)) : make_float2(NO_MAXIMUM, 0);
 }
 
-/* The whole segment was this CTA's: normalise and write. */
-template <class C> DEVICE void finish_alone(const DecodeParams &p, uint8_t *area, const Target &to) {
-    using M = Merge<C>;
-    constexpr int ROUNDS = (M::FRAGMENTS + C::THREADS - 1) / C::THREADS;
-    float4 value[ROUNDS];
+/* Weights of all partials in all rows, and the rows' factors behind them. first: this thread's of the first round. */
+template <class C>
+DEVICE void weigh_partials(const DecodeParams &p, float *weights, const Target &to, const Partials &of, const float2 &first) {
+    static_assert(PARTIALS == 16, "half a warp");
+    const int own = thread_index() & 15;
 #pragma unroll
-    for (int k = 0; k < ROUNDS; k++) {
-        const int e = min(thread_index() + k * C::THREADS, M::FRAGMENTS - 1);
-        const Fragment<C> at(e);
-        RowTotal total0, total1;
-        const float4 v = sum_warps<C>(area, e, total0, total1);
-        const float n0 = row_factor<C>(p, to, at.row0, total0.max, total0.sum);
-        const float n1 = row_factor<C>(p, to, at.row1, total1.max, total1.sum);
-        value[k] = make_float4(v.x * n0, v.y * n1, v.z * n0, v.w * n1);
+    for (int round = 0; round < (C::ROWS + 2 * C::WARPS - 1) / (2 * C::WARPS); round++) {
+        const int row = min(own_row<C>(round), C::ROWS - 1);
+        const bool active = own_row<C>(round) < C::ROWS;
+        float *line = weights + row * Merge<C>::PARTIALS_LINE;
+        const float2 x = round == 0 ? first : load_stats<C>(p, of, own, round);
+        float max = x.x;
+#pragma unroll 1
+        for (int k = own + PARTIALS; k < of.n; k += PARTIALS) max = fmaxf(max, load_stats<C>(p, of, k, round).x);
+#pragma unroll
+        for (int d = 1; d < 16; d <<= 1) max = fmaxf(max, __shfl_xor_sync(FULL_WARP, max, d));
+        float f = exp2_fast(x.x - max), sum = f * x.y;
+        if (active) line[own] = f;
+#pragma unroll 1
+        for (int k = PARTIALS; k < of.n; k += PARTIALS) {
+            const float2 y = load_stats<C>(p, of, k + own, round);
+            f = exp2_fast(y.x - max);
+            sum = fmaf(f, y.y, sum);
+            if (active) line[k + own] = f;
+        }
+#pragma unroll
+        for (int d = 1; d < 16; d <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, d);
+        if (active && own == 0) weights[C::ROWS * Merge<C>::PARTIALS_LINE + row] = row_factor<C>(p, to, row, max, sum);
     }
-    __syncthreads(); /* the warps' sums are done with */
-    float *rows = reinterpret_cast<float *>(area);
-#pragma unroll
-    for (int k = 0; k < ROUNDS; k++) {
-        const int e = thread_index() + k * C::THREADS;
-        const Fragment<C> at(min(e, M::FRAGMENTS - 1));
-        if (e < M::FRAGMENTS) put_fragment<C>(p, rows, to, at, value[k], fragment_means<C>(p, to, at.d));
+}
+
+/* Sums the partials of a segment. Most of its time goes by until all of them have come from the L2 cache, so the loads of a round
+ * are all on their way before anything else. */
+template <class C> DEVICE void finish_partials(const DecodeParams &p, uint8_t *area, const Target &to, const Partials &of) {
+    typedef Fragment<C, true> Whole;
+    typedef Fragment<C, false> Half;
+    constexpr int ROUNDS = Whole::ROUNDS > Half::ROUNDS ? Whole::ROUNDS : Half::ROUNDS;
+    float *weights = reinterpret_cast<float *>(area), *factors = weights + C::ROWS * Merge<C>::PARTIALS_LINE;
+    const float2 stats = load_stats<C>(p, of, thread_index() & 15, 0); /* before what takes long */
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; round++) {
+        const int e = Whole::of_thread(round), h = Half::of_thread(round);
+        const Whole whole_at(e);
+        const Half half_at(h);
+        const FragmentPlace<C, true> whole_place(p, to, whole_at);
+        const FragmentPlace<C, false> half_place(p, to, half_at);
+        Loaded<C, true> whole;
+        Loaded<C, false> half;
+        if (Whole::COUNT) whole.load(p, of, e, 0);
+        if (Half::COUNT) half.load(p, of, h, 0);
+        if (round == 0) { /* while these are on their way */
+            weigh_partials<C>(p, weights, to, of, stats);
+            __syncthreads();
+        }
+        float4 sum;
+        float2 half_sum;
+        clear(sum);
+        clear(half_sum);
+#pragma unroll 1
+        for (int k = 0;;) {
+            if (Whole::COUNT) whole.add_to(sum, weights, whole_at.row, k);
+            if (Half::COUNT) half.add_to(half_sum, weights, half_at.row, k);
+            k += PARTIALS;
+            if (k >= of.n) break;
+            if (Whole::COUNT) whole.load(p, of, e, k);
+            if (Half::COUNT) half.load(p, of, h, k);
+        }
+        if (Whole::COUNT && round < Whole::ROUNDS && Whole::has(round))
+            whole_place.put(p, output_rows<C>(area), scaled(sum, factors[whole_at.row], factors[whole_at.row + 4]));
+        if (Half::COUNT && round < Half::ROUNDS && Half::has(round))
+            half_place.put(p, output_rows<C>(area), scaled(half_sum, factors[half_at.row], 0.0f));
     }
     if (!p.v_rotation_t) return;
     __syncthreads();
-    turn_back<C>(p, rows, to);
+    turn_back<C>(p, output_rows<C>(area), to);
+}
+
+/* Normalised fragments of one kind. */
+template <class C, bool WHOLE>
+DEVICE void sum_alone(const WarpSums &sums, const float *weights, FragmentValue<WHOLE> (&value)[Fragment<C, WHOLE>::ROUNDS + 1]) {
+    typedef Fragment<C, WHOLE> F;
+    const float *factors = weights + C::ROWS * Merge<C>::LINE;
+#pragma unroll
+    for (int k = 0; k < F::ROUNDS; k++) {
+        const int e = F::of_thread(k), row = F(e).row;
+        value[k] = scaled(sum_warps<C, WHOLE>(sums, weights, e), factors[row], factors[WHOLE ? row + 4 : row]);
+    }
+}
+template <class C, bool WHOLE>
+DEVICE void put_alone(const DecodeParams &p, uint8_t *area, const Target &to,
+                      const FragmentValue<WHOLE> (&value)[Fragment<C, WHOLE>::ROUNDS + 1]) {
+    typedef Fragment<C, WHOLE> F;
+#pragma unroll
+    for (int k = 0; k < F::ROUNDS; k++)
+        if (F::has(k)) FragmentPlace<C, WHOLE>(p, to, F(F::of_thread(k))).put(p, output_rows<C>(area), value[k]);
+}
+
+/* The whole segment was this CTA's: normalise and write. total: of this lane's row. */
+template <class C>
+DEVICE void finish_alone(const DecodeParams &p, uint8_t *area, const Target &to, const WarpSums &sums, float *weights,
+                         const RowTotal &total) {
+    const int lane = thread_index() & 31;
+    if (lane < C::ROWS) weights[C::ROWS * Merge<C>::LINE + lane] = row_factor<C>(p, to, lane, total.max, total.sum);
+    __syncwarp();
+    float4 whole[Fragment<C, true>::ROUNDS + 1];
+    float2 half[Fragment<C, false>::ROUNDS + 1];
+    sum_alone<C, true>(sums, weights, whole);
+    sum_alone<C, false>(sums, weights, half);
+    __syncthreads(); /* the warps' sums are done with */
+    put_alone<C, true>(p, area, to, whole);
+    put_alone<C, false>(p, area, to, half);
+    if (!p.v_rotation_t) return;
+    __syncthreads();
+    turn_back<C>(p, output_rows<C>(area), to);
+}
+
+template <class C, bool WHOLE>
+DEVICE void leave_fragments(const DecodeParams &p, int slot, const WarpSums &sums, const float *weights) {
+    typedef Fragment<C, WHOLE> F;
+#pragma unroll
+    for (int k = 0; k < F::ROUNDS; k++)
+        if (F::has(k)) {
+            const int e = F::of_thread(k);
+            __stcg(fragments_of<C, WHOLE>(partial_of<C>(p, slot)) + e, sum_warps<C, WHOLE>(sums, weights, e));
+        }
 }
 
 /* This CTA's part of a shared segment to the workspace; slot 0 of a CTA is a segment that began
  * before it or with it. Returns true in the CTA that arrives last. */
 template <class C>
-DEVICE bool leave_partial(const DecodeParams &p, uint8_t *area, int slot, int segment, int n,
-                          int *last_flag) {
-    using M = Merge<C>;
-    const size_t s = 2 * blockIdx.x + slot;
-#pragma unroll 1
-    for (int e = thread_index(); e < M::FRAGMENTS; e += C::THREADS) {
-        RowTotal total0, total1;
-        store_fragment(partial_of<C>(p, s) + e, sum_warps<C>(area, e, total0, total1));
-        const Fragment<C> at(e);
-        if (at.d == 0) __stcg(p.partial_sums + s * 8 + at.stats, make_float4(total0.max, total0.sum, total1.max, total1.sum));
-    }
+DEVICE bool leave_partial(const DecodeParams &p, const WarpSums &sums, const float *weights, const RowTotal &total, int slot,
+                          int segment, int n, int *last_flag) {
+    const int s = 2 * blockIdx.x + slot;
+    leave_fragments<C, true>(p, s, sums, weights);
+    leave_fragments<C, false>(p, s, sums, weights);
+    if (thread_index() < C::ROWS) __stcg(p.partial_sums + s * 16 + thread_index(), make_float2(total.max, total.sum));
     __syncthreads();
     if (thread_index() == 0) {
         const bool last = atomic_add_acq_rel(p.counters + segment, 1) == static_cast<uint32_t>(n - 1);

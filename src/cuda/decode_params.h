@@ -57,7 +57,7 @@ typedef struct DecodeParams {
     const int2 *bias_dims;     /* [H, 8 bias_steps] the two dims of a pair */
 
     float *partials;      /* [2 n_ctas, slot_floats] */
-    float4 *partial_sums; /* [2 n_ctas, 8] maxima (log2) and sums of two rows */
+    float2 *partial_sums; /* [2 n_ctas, 16] a row's maximum (log2) and sum */
     uint32_t *counters;   /* [n_seqs * H * row_tiles], zero between launches */
 
     int table_stride;
