@@ -731,6 +731,19 @@ static void test_save_and_restore(void **state) {
     }
 }
 
+/* Attention takes the smallest floats for zeros; its caller's stay. */
+static void test_small_floats(void **state) {
+    (void)state;
+    fixture f;
+    setup(&f, &SMALL, 5, 1, MAX_TOKENS);
+    volatile float small = 1e-38f;
+    float *out = calloc(200 * q_floats(&f), sizeof(float));
+    feed_chunks(&f, 0, 0, 200, (int[]){64, 0}, out);
+    assert_true(small * 0.01f > 0);
+    free(out);
+    teardown(&f);
+}
+
 static void test_create_errors(void **state) {
     (void)state;
     fixture f;
@@ -786,7 +799,7 @@ int main(void) {
         cmocka_unit_test(test_gqa_ratios),    cmocka_unit_test(test_softcap_and_sinks),
         cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_memory_at_32k), cmocka_unit_test(test_no_space),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_shared_tokens),
-        cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_small_floats), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
     };
     int failed = 0;
     const char *only = getenv("OSCAR_ISA");

@@ -111,6 +111,7 @@ typedef struct attn_decode {
         const uint8_t *at, *end;
     } ask[2];
     int32_t ask_step;
+    bool ask_near; /* isa_asks_near() */
     /* Set by begin. */
     float q_scale[ATTN_ROWS_MAX][CODEC_MAX_GROUPS]; /* of the rounded query of a group, times logit_scale / ln 2 */
     float q_sum[ATTN_ROWS_MAX][CODEC_MAX_GROUPS];   /* of that query over the group, scaled */
@@ -158,6 +159,7 @@ static inline void attn_ask_for(attn_decode *d, const uint8_t *keys, size_t key_
     enum { POINTS = 5 }; /* of a page, at which it asks */
     d->ask[0] = (struct attn_ask){values, values + value_bytes};
     d->ask[1] = (struct attn_ask){keys, keys + key_bytes};
+    d->ask_near = isa_asks_near();
     d->ask_step = (int32_t)((key_bytes + value_bytes) / 64 + POINTS - 1) / POINTS;
 }
 

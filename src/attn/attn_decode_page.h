@@ -302,10 +302,13 @@ INLINE vf stored_score(const attn_decode *d, const void *scores, int r, int v, v
     return vf_add(vf_load(d->rows->logits + (int64_t)r * TILE + v * LANES), offset);
 }
 
-/* Asks for the next lines that pages to come will read, into the second cache: the nearest takes sixteen lines at a time. */
+/* Asks for the next lines that pages to come will read. */
 INLINE void ask_lines(attn_decode *d, int32_t n) {
     for (int k = 0; k < 2; k++)
-        for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 2);
+        if (d->ask_near)
+            for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 3);
+        else
+            for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 2);
 }
 
 INLINE void ask_some(attn_decode *d) { ask_lines(d, d->ask_step); }

@@ -43,6 +43,9 @@ extern const char *const isa_names[ISA_COUNT];
 isa isa_current(void);
 /* Refuses an OSCAR_ISA that names no path of this machine, unless oscar_isa_select() chose one since. */
 oscar_status isa_check(oscar_error *error);
+/* Whether to ask for memory into the nearest cache. AMD's drop a good part of what is asked for into the second one where its
+ * translation is not at hand; Intel's nearest caches take few lines at a time, so the second one it is there. */
+bool isa_asks_near(void);
 /* The best one for the given CPUID and XCR0 bits; a function of its arguments, for the tests. */
 isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
                    uint32_t leaf7_1_eax, uint64_t xcr0);

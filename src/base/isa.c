@@ -128,6 +128,21 @@ isa isa_current(void) {
     return (isa)chosen;
 }
 
+bool isa_asks_near(void) {
+#if defined(__x86_64__)
+    static atomic_int near = -1;
+    int known = atomic_load_explicit(&near, memory_order_relaxed);
+    if (known < 0) { /* threads that race here all compute the same value */
+        uint32_t most, b = 0, c = 0, d = 0;
+        known = __get_cpuid(0, &most, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+        atomic_store_explicit(&near, known, memory_order_relaxed);
+    }
+    return known;
+#else
+    return false;
+#endif
+}
+
 oscar_status isa_check(oscar_error *error) {
     const char *name = getenv("OSCAR_ISA");
     if (!name || isa_find(name) >= 0 || atomic_load(&isa_selected)) return OSCAR_OK;

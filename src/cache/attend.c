@@ -236,11 +236,15 @@ static void take_rows(const oscar_cache *cache, const step_block *block, int32_t
     if (ops) ops->begin(scratch->decode);
 }
 
-/* Asks for the first bytes of a head's history in page b: pages lie anywhere in memory, so the processor cannot know.
- * Into the second cache: the nearest takes sixteen lines at a time and lets nothing else in meanwhile. */
+/* Asks for the first bytes of a head's history in page b: pages lie anywhere in memory, so the processor cannot know. The first
+ * one is read, since what is only asked for may be dropped where its translation is not at hand. */
 static void prefetch_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, size_t bytes) {
     const uint8_t *base = head_history(cache, block, head, b);
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 2);
+    (void)*(const volatile uint8_t *)base;
+    if (isa_asks_near())
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 3);
+    else
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 2);
 }
 
 /* Of a head's history, the values of the next page and the keys of the one after it (-1: none), for a kernel to ask for. */
@@ -545,12 +549,41 @@ static void attend_entries(oscar_cache *cache, int32_t head, int32_t first, int3
     }
 }
 
+/* Weights of what a query hardly sees end among the smallest floats, which processors handle slowly: up to a fourth of a
+ * page's time. In attention they are zeros, as operands too. Returns what restore_floats() wants. */
+static uint64_t flush_small_floats(void) {
+#if defined(__x86_64__)
+    const uint32_t before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before | 0x8040); /* FTZ, DAZ */
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24)); /* FZ */
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static void restore_floats(uint64_t before) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((uint32_t)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#else
+    (void)before;
+#endif
+}
+
 void step_attend_phase(oscar_cache *cache, int32_t n_threads, thread_scratch *scratch) {
     step_state *s = &cache->step;
     const int32_t heads = cache->layers[s->layer].shape.n_kv_heads, entries = s->n_items / heads;
     const int32_t share = share_of_items(s, n_threads), n_shares = (entries + share - 1) / share * heads;
+    const uint64_t floats = flush_small_floats();
     for (int32_t w; (w = atomic_fetch_add(&s->next[2].count, 1)) < n_shares;) {
         const int32_t first = w / heads * share, end = first + share < entries ? first + share : entries;
         attend_entries(cache, w % heads, first, end, scratch);
     }
+    restore_floats(floats);
 }
