@@ -10,6 +10,8 @@
  */
 #include "attn/attn_vec_avx512.h"
 
+#define ASK_LINES static inline __attribute__((always_inline)) /* as it was measured */
+
 #include "attn/attn_overlay_amx.h"
 
 /* Products of 8 rows, high and low bytes, with the 16 columns of each of four B tiles. What few rows need lies

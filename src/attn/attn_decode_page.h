@@ -302,13 +302,18 @@ INLINE vf stored_score(const attn_decode *d, const void *scores, int r, int v, v
     return vf_add(vf_load(d->rows->logits + (int64_t)r * TILE + v * LANES), offset);
 }
 
-/* Asks for the next lines that pages to come will read. */
-INLINE void ask_lines(attn_decode *d, int32_t n) {
+/* Asks for the next lines that pages to come will read. Out of line, but where an includer (ASK_LINES) wants it otherwise: loops
+ * around it are sensitive to what surrounds them. */
+#ifndef ASK_LINES
+#define ASK_LINES static __attribute__((noinline))
+#endif
+ASK_LINES void ask_lines(attn_decode *d, int32_t n) {
     for (int k = 0; k < 2; k++)
-        if (d->ask_near)
-            for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 3);
-        else
-            for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) __builtin_prefetch(d->ask[k].at, 0, 2);
+        for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64)
+            if (d->ask_near)
+                __builtin_prefetch(d->ask[k].at, 0, 3);
+            else
+                __builtin_prefetch(d->ask[k].at, 0, 2);
 }
 
 INLINE void ask_some(attn_decode *d) { ask_lines(d, d->ask_step); }

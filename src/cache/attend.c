@@ -371,10 +371,10 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         uint64_t far, near;
         if (!page_masks(cache, block, b, scratch, &far, &near)) continue;
         /* The next page, if it has history to see. Its keys are read with this page's values (AMX), so keys are asked for
-         * two pages ahead. */
+         * two pages ahead; into the nearest cache, which is small, one. */
         int32_t next = b + 1 < far_end ? b + 1 : -1;
         if (far) {
-            if (scratch->decode_ops) ask_ahead(cache, block, head, next, b + 2 < far_end ? b + 2 : -1, scratch);
+            if (scratch->decode_ops) ask_ahead(cache, block, head, next, isa_asks_near() ? next : b + 2 < far_end ? b + 2 : -1, scratch);
             take_rows(cache, block, head, item, HISTORY, scratch);
             turn_queries(cache, head, b, true, history, scratch);
             if (layer->n_tracked && next >= 0) scratch->decode->next = page_angles(cache, next);
