@@ -799,7 +799,8 @@ int main(void) {
         cmocka_unit_test(test_gqa_ratios),    cmocka_unit_test(test_softcap_and_sinks),
         cmocka_unit_test(test_memory_by_length), cmocka_unit_test(test_memory_at_32k), cmocka_unit_test(test_no_space),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_shared_tokens),
-        cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_small_floats), cmocka_unit_test(test_create_errors), cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_save_and_restore), cmocka_unit_test(test_small_floats), cmocka_unit_test(test_create_errors),
+        cmocka_unit_test(test_bits),
     };
     int failed = 0;
     const char *only = getenv("OSCAR_ISA");

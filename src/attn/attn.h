@@ -154,6 +154,14 @@ typedef struct attn_decode {
     _Alignas(64) float own_half_table[ATTN_HALF_TABLE];
 } attn_decode;
 
+/* Asks for a line of memory. near: isa_asks_near(). */
+static inline void attn_ask_line(const uint8_t *at, bool near) {
+    if (near)
+        __builtin_prefetch(at, 0, 3);
+    else
+        __builtin_prefetch(at, 0, 2);
+}
+
 /* Puts down what pages to come will read. */
 static inline void attn_ask_for(attn_decode *d, const uint8_t *keys, size_t key_bytes, const uint8_t *values, size_t value_bytes) {
     enum { POINTS = 5 }; /* of a page, at which it asks */

@@ -309,11 +309,7 @@ INLINE vf stored_score(const attn_decode *d, const void *scores, int r, int v, v
 #endif
 ASK_LINES void ask_lines(attn_decode *d, int32_t n) {
     for (int k = 0; k < 2; k++)
-        for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64)
-            if (d->ask_near)
-                __builtin_prefetch(d->ask[k].at, 0, 3);
-            else
-                __builtin_prefetch(d->ask[k].at, 0, 2);
+        for (; n > 0 && d->ask[k].at < d->ask[k].end; n--, d->ask[k].at += 64) attn_ask_line(d->ask[k].at, d->ask_near);
 }
 
 INLINE void ask_some(attn_decode *d) { ask_lines(d, d->ask_step); }

@@ -52,6 +52,33 @@ isa isa_from_cpuid(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, u
 /* The same from what Linux tells of an AArch64 processor. */
 isa isa_from_hwcap(unsigned long hwcap);
 
+/* The smallest floats, which processors handle slowly, are zeros for this thread from here on, as results and as operands.
+ * Returns what floats_restore() wants. */
+static inline uint64_t floats_flush(void) {
+#if defined(__x86_64__)
+    const uint32_t before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before | 0x8040); /* FTZ, DAZ */
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24)); /* FZ */
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static inline void floats_restore(uint64_t before) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((uint32_t)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#else
+    (void)before;
+#endif
+}
+
 /* Conversions that give the same bits on every path: round to nearest even, overflow of finite
  * values saturates to the largest finite fp16 (OSCAR stores no infinities). */
 static inline float bits_float(uint32_t u) {

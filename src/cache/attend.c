@@ -241,13 +241,11 @@ static void take_rows(const oscar_cache *cache, const step_block *block, int32_t
 static void prefetch_history(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, size_t bytes) {
     const uint8_t *base = head_history(cache, block, head, b);
     (void)*(const volatile uint8_t *)base;
-    if (isa_asks_near())
-        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 3);
-    else
-        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(base + i, 0, 2);
+    const bool asks_near = isa_asks_near();
+    for (size_t i = 0; i < bytes; i += 64) attn_ask_line(base + i, asks_near);
 }
 
-/* Of a head's history, the values of the next page and the keys of the one after it (-1: none), for a kernel to ask for. */
+/* Of a head's history, the values of the next page and the keys of it or of one after it (-1: none), for a kernel to ask for. */
 static void ask_ahead(const oscar_cache *cache, const step_block *block, int32_t head, int32_t next, int32_t after,
                       thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
@@ -367,14 +365,16 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
     const cache_layer *layer = &cache->layers[s->layer];
     attn_rows *history = &item->of[HISTORY], *near_rows = &item->of[NEAR];
     const int32_t far_end = history_end(cache, block, begin, horizon);
+    /* The next page's keys are read with this page's values (AMX), so they are asked for two pages ahead; into the nearest cache,
+     * which is small, one. */
+    const int32_t keys_ahead = isa_asks_near() ? 1 : 2;
     for (int32_t b = begin; b < end; b++) {
         uint64_t far, near;
         if (!page_masks(cache, block, b, scratch, &far, &near)) continue;
-        /* The next page, if it has history to see. Its keys are read with this page's values (AMX), so keys are asked for
-         * two pages ahead; into the nearest cache, which is small, one. */
+        /* The next page, if it has history to see. */
         int32_t next = b + 1 < far_end ? b + 1 : -1;
         if (far) {
-            if (scratch->decode_ops) ask_ahead(cache, block, head, next, isa_asks_near() ? next : b + 2 < far_end ? b + 2 : -1, scratch);
+            if (scratch->decode_ops) ask_ahead(cache, block, head, next, b + keys_ahead < far_end ? b + keys_ahead : -1, scratch);
             take_rows(cache, block, head, item, HISTORY, scratch);
             turn_queries(cache, head, b, true, history, scratch);
             if (layer->n_tracked && next >= 0) scratch->decode->next = page_angles(cache, next);
@@ -549,41 +549,15 @@ static void attend_entries(oscar_cache *cache, int32_t head, int32_t first, int3
     }
 }
 
-/* Weights of what a query hardly sees end among the smallest floats, which processors handle slowly: up to a fourth of a
- * page's time. In attention they are zeros, as operands too. Returns what restore_floats() wants. */
-static uint64_t flush_small_floats(void) {
-#if defined(__x86_64__)
-    const uint32_t before = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(before | 0x8040); /* FTZ, DAZ */
-    return before;
-#elif defined(__aarch64__)
-    uint64_t before;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
-    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24)); /* FZ */
-    return before;
-#else
-    return 0;
-#endif
-}
-
-static void restore_floats(uint64_t before) {
-#if defined(__x86_64__)
-    __builtin_ia32_ldmxcsr((uint32_t)before);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(before));
-#else
-    (void)before;
-#endif
-}
-
 void step_attend_phase(oscar_cache *cache, int32_t n_threads, thread_scratch *scratch) {
     step_state *s = &cache->step;
     const int32_t heads = cache->layers[s->layer].shape.n_kv_heads, entries = s->n_items / heads;
     const int32_t share = share_of_items(s, n_threads), n_shares = (entries + share - 1) / share * heads;
-    const uint64_t floats = flush_small_floats();
+    /* Weights of what a query hardly sees end among the smallest floats: up to a fourth of a page's time. */
+    const uint64_t floats = floats_flush();
     for (int32_t w; (w = atomic_fetch_add(&s->next[2].count, 1)) < n_shares;) {
         const int32_t first = w / heads * share, end = first + share < entries ? first + share : entries;
         attend_entries(cache, w % heads, first, end, scratch);
     }
-    restore_floats(floats);
+    floats_restore(floats);
 }
