@@ -47,16 +47,33 @@ static void make_half_table(const float *bias_table, int32_t n_pairs, void *tabl
 
 static int n_pairs(const attn_decode *d) { return (d->rows->q_dim - d->rows->head_dim) / 2; }
 
+/* Whether numbers follow each other, as those of tracked pairs mostly do: what they number can be read by vectors. */
+static inline bool is_run(int n, const int32_t *numbers) {
+    for (int i = 1; i < n; i++)
+        if (numbers[i] != numbers[0] + i) return false;
+    return true;
+}
+
 /* The pairs of the rows in hand turned to the middle of the page in hand, times what makes products logits. */
 static void turn_to_middle(attn_decode *d) {
     const int n = n_pairs(d);
     const float scale = power_scale(d->rows);
     float cosines[ATTN_PAIRS_MAX], sines[ATTN_PAIRS_MAX];
-    for (int p = 0; p < n; p++) {
+    const float *middle_cos = d->middle, *middle_sin = d->middle + n;
+    int p = 0;
+    if (d->tracked_run) {
+        const float *here_cos = d->here.cosines + d->tracked[0], *here_sin = d->here.sines + d->tracked[0];
+        for (; p + LANES <= n; p += LANES) {
+            const vf x = vf_mul(vf_set1(scale), vf_load(here_cos + p)), y = vf_mul(vf_set1(scale), vf_load(here_sin + p));
+            const vf c = vf_load(middle_cos + p), s = vf_load(middle_sin + p);
+            vf_store(cosines + p, vf_sub(vf_mul(x, c), vf_mul(y, s)));
+            vf_store(sines + p, vf_add(vf_mul(x, s), vf_mul(y, c)));
+        }
+    }
+    for (; p < n; p++) {
         const float x = scale * d->here.cosines[d->tracked[p]], y = scale * d->here.sines[d->tracked[p]];
-        const float c = d->middle[p], s = d->middle[n + p];
-        cosines[p] = x * c - y * s;
-        sines[p] = x * s + y * c;
+        cosines[p] = x * middle_cos[p] - y * middle_sin[p];
+        sines[p] = x * middle_sin[p] + y * middle_cos[p];
     }
     turn_pairs(d->rows->n_rows, n, d->pairs + (int64_t)d->first * 2 * n, cosines, sines, d->rows->q + d->rows->head_dim, d->rows->q_dim);
 }

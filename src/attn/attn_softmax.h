@@ -26,9 +26,11 @@ INLINE uint32_t lane_bits(uint64_t slots, int slot) {
 /* Steps and offsets of LANES tokens of a group from `slot` on; zeros where they are not valid, so
  * that whatever the codes are there comes out as zero. params: [2][64] fp16. */
 INLINE void load_params(const uint8_t *params, int slot, uint64_t valid, vf *step, vf *offset) {
-    uint32_t bits = lane_bits(valid, slot);
-    *step = vf_keep(bits, vf_load_fp16(params + 2 * slot));
-    *offset = vf_keep(bits, vf_load_fp16(params + 128 + 2 * slot));
+    *step = vf_load_fp16(params + 2 * slot);
+    *offset = vf_load_fp16(params + 128 + 2 * slot);
+    if (valid == UINT64_MAX) return;
+    *step = vf_keep(lane_bits(valid, slot), *step);
+    *offset = vf_keep(lane_bits(valid, slot), *offset);
 }
 
 /* The same of all slots, into memory: [64] each. */
