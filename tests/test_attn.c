@@ -239,7 +239,7 @@ static void few_rows(const attn_ops *ops, int n_rows, int d, int n_tracked, floa
         ops->widen_keys(d, pages[0], valid, keys);
         ops->widen_values(d, pages[1], valid, values);
         ops->tile(&rows[0], keys, values, masks);
-        ops->tile_few(&rows[1], pages[0], pages[1], table, valid, masks);
+        ops->tile_few(&rows[1], pages[0], pages[1], table, valid, masks, NULL);
         aligned_free(pages[0]), aligned_free(pages[1]);
     }
     assert_memory_equal(rows[1].row_max, rows[0].row_max, sizeof(float) * (size_t)n_rows);

@@ -50,9 +50,9 @@ typedef struct attn_ops {
     void (*tile)(attn_rows *rows, const float *keys, const float *values, const uint64_t *masks);
     /* A tile of BF16 rows, read as they lie, for at most ATTN_FEW_ROWS rows: to the bit what widen_keys, widen_values
      * and tile make of it, without the way through memory. table: [q_dim - head_dim][64], the keys' last rows. NULL:
-     * there is none. */
+     * there is none. next_keys: those of the tile to come, which are asked for, or NULL. */
     void (*tile_few)(attn_rows *rows, const uint16_t *keys, const uint16_t *values, const float *table, uint64_t valid,
-                     const uint64_t *masks);
+                     const uint64_t *masks, const uint16_t *next_keys);
     /* y[r] = x[r] U for n_rows rows: row vector times matrix, [head_dim, head_dim]. x and y do not
      * overlap; any n_rows, rows as independent as above. */
     void (*rotate)(int32_t head_dim, const float *u, int32_t n_rows, const float *x,
@@ -63,6 +63,14 @@ typedef struct attn_ops {
     void (*turn)(attn_rows *rows, int32_t n_pairs, const float *pairs, const float *cosines,
                  const float *sines);
 } attn_ops;
+
+/* Asks for a line of memory. near: isa_asks_near(). */
+static inline void attn_ask_line(const uint8_t *at, bool near) {
+    if (near)
+        __builtin_prefetch(at, 0, 3);
+    else
+        __builtin_prefetch(at, 0, 2);
+}
 
 /* Rows against quantised pages by integer dot products on the codes, without unpacking them to floats.
  * Queries and weights are rounded to 15 bits and a sign (AMX: weights to 16 bits), of the largest magnitude of a
@@ -154,14 +162,6 @@ typedef struct attn_decode {
     bool tracked_run; /* tracked[] is a run of whole numbers */
     _Alignas(64) float own_half_table[ATTN_HALF_TABLE];
 } attn_decode;
-
-/* Asks for a line of memory. near: isa_asks_near(). */
-static inline void attn_ask_line(const uint8_t *at, bool near) {
-    if (near)
-        __builtin_prefetch(at, 0, 3);
-    else
-        __builtin_prefetch(at, 0, 2);
-}
 
 /* Puts down what pages to come will read. */
 static inline void attn_ask_for(attn_decode *d, const uint8_t *keys, size_t key_bytes, const uint8_t *values, size_t value_bytes) {

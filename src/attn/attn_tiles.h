@@ -295,6 +295,8 @@ typedef struct few_product {
     float *c;              /* [n_rows, n_columns], stride c_stride */
     int64_t c_stride;
     const float *alpha; /* [n_rows]; NULL: C starts from zero */
+    const uint8_t *ask; /* as many bytes as the pairs take, asked for as these are read */
+    bool ask_near;      /* isa_asks_near() */
 } few_product;
 
 #define FOR_FEW                                                                                    \
@@ -316,6 +318,9 @@ INLINE void few_block(const int n_rows, const int n_vecs, const bool all, const 
         vf first[4], second[4];
         const uint32_t bits = all ? 3 : (uint32_t)(p->keep >> (2 * k)) & 3;
         const vi keep = vi_set1((int)((bits & 1 ? 0xffffu : 0) | (bits & 2 ? 0xffff0000u : 0)));
+        const uint8_t *ask = p->ask + (pairs - p->pairs) * (int64_t)sizeof *pairs;
+        UNROLL for (int v = 0; v < 4; v += 16 / LANES)
+            if (v < n_vecs) attn_ask_line(ask + 4 * LANES * v, p->ask_near);
         UNROLL for (int v = 0; v < 4; v++) {
             vi both = v < n_vecs ? vi_load((const uint8_t *)(pairs + 2 * v * LANES)) : vi_zero();
             if (!all) both = vi_and(both, keep);
@@ -353,18 +358,20 @@ FEW_BLOCKS(FEW_KERNEL)
 static void (*const few_kernels[ATTN_FEW_ROWS])(const few_product *) = {FEW_BLOCKS(FEW_ENTRY)};
 
 static void tile_few(attn_rows *rows, const uint16_t *keys, const uint16_t *values, const float *table, uint64_t valid,
-                     const uint64_t *masks) {
+                     const uint64_t *masks, const uint16_t *next_keys) {
     const int64_t d = rows->head_dim, q_dim = rows->q_dim;
+    const bool near = isa_asks_near();
+    const uint8_t *ask_values = (const uint8_t *)values, *ask_next = (const uint8_t *)(next_keys ? next_keys : values);
     float alpha[ATTN_FEW_ROWS + LANES];
     assert(rows->n_rows <= ATTN_FEW_ROWS);
     for (int first = 0, n; (n = next_run(rows, masks, &first)) > 0; first += n) {
         float *logits = rows->logits + (int64_t)first * TILE;
         /* Columns of slots that are not valid go no further than their logits, which masks hide. */
         few_product scores = {rows->head_dim / 2, rows->q_dim - rows->head_dim, TILE, rows->q + first * q_dim, q_dim, keys, table,
-                              UINT64_MAX, logits, TILE, NULL};
+                              UINT64_MAX, logits, TILE, NULL, ask_values, near};
         few_kernels[n - 1](&scores);
         weights_run(rows, first, n, masks, alpha);
-        few_product output = {TILE / 2, 0, rows->head_dim, logits, TILE, values, NULL, valid, rows->acc + first * d, d, alpha};
+        few_product output = {TILE / 2, 0, rows->head_dim, logits, TILE, values, NULL, valid, rows->acc + first * d, d, alpha, ask_next, near};
         few_kernels[n - 1](&output);
     }
 }

@@ -276,7 +276,14 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
     ops->tile(rows, scratch->keys, scratch->values, masks);
 }
 
-static void overlay_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, uint64_t valid,
+/* A head's BF16 keys of page b; NULL where there are none (b -1: no page). */
+static const uint16_t *overlay_keys(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b) {
+    const int32_t at = b >= 0 ? cache->seqs[block->seq].overlay[b] : NO_PAGE;
+    return at == NO_PAGE ? NULL : layer_overlay_keys(&cache->layers[cache->step.layer], pool_page(&cache->overlay, at), head);
+}
+
+/* next: the page whose BF16 rows may follow, or -1. */
+static void overlay_tile(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, int32_t next, uint64_t valid,
                          attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
     const attn_ops *ops = attn_ops_current();
@@ -288,7 +295,7 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
     }
     if (few_rows(rows)) {
         ops->tile_few(rows, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head), scratch->decode->bias_table,
-                      valid, masks);
+                      valid, masks, overlay_keys(cache, block, head, next));
         return;
     }
     ops->widen_keys(rows->head_dim, layer_overlay_keys(layer, page, head), valid, scratch->keys);
@@ -384,7 +391,7 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
             take_rows(cache, block, head, item, NEAR, scratch);
             turn_queries(cache, head, b, false, near_rows, scratch);
             if (decodes(scratch, false)) ask_overlay(cache, block, head, b + 1 < horizon ? b + 1 : -1, scratch);
-            overlay_tile(cache, block, head, b, near, near_rows, scratch->near, scratch);
+            overlay_tile(cache, block, head, b, b + 1 < horizon ? b + 1 : -1, near, near_rows, scratch->near, scratch);
         }
     }
 }
