@@ -164,7 +164,9 @@ static decode_case case_make(const shape *s) {
     make_table(&c);
     attn_middle(c.table, s->n_pairs, c.middle, c.middle + pairs);
     for (size_t i = 0; i < rows * 2 * pairs; i++) c.pairs[i] = random_normal();
-    for (int p = 0; p < s->n_pairs; p++) c.tracked[p] = random_below(n_angles(s));
+    /* Half of the cases: pairs that follow each other. */
+    const int first = random_below(2) ? random_below(4) : -1;
+    for (int p = 0; p < s->n_pairs; p++) c.tracked[p] = first < 0 ? random_below(n_angles(s)) : first + p;
     for (size_t i = 0; i < angles; i++) {
         double angle = 3 * (double)random_normal();
         c.cosines[i] = (float)cos(angle), c.sines[i] = (float)sin(angle);
