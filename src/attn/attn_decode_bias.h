@@ -54,6 +54,12 @@ static inline bool is_run(int n, const int32_t *numbers) {
     return true;
 }
 
+/* Before the first page. half_table: of make_half_table(); NULL: it is made when it is needed. */
+static void open_bias(attn_decode *d, const float *half_table) {
+    d->half_table = half_table;
+    d->tracked_run = is_run(n_pairs(d), d->tracked);
+}
+
 /* The pairs of the rows in hand turned to the middle of the page in hand, times what makes products logits. */
 static void turn_to_middle(attn_decode *d) {
     const int n = n_pairs(d);

@@ -216,10 +216,7 @@ static void dot_begin(attn_decode *d) {
     begin(d);
 }
 
-static void dot_open(attn_decode *d) {
-    d->half_table = d->table;
-    d->tracked_run = is_run(n_pairs(d), d->tracked);
-}
+static void dot_open(attn_decode *d) { open_bias(d, d->table); }
 
 const attn_decode_ops ATTN_DECODE_TABLE = {
     .name = ATTN_DECODE_NAME, .table_bytes = half_table_bytes, .make_table = make_half_table, .open = dot_open, .begin = dot_begin, .page = page};

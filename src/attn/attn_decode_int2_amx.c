@@ -32,7 +32,7 @@ static size_t tile_table_bytes(int32_t n_pairs) {
 static void tile_open(attn_decode *d) {
     d->first = 0;
     d->spread_of = d->scored_of = NULL;
-    d->half_table = NULL; /* `table` is in tiles */
+    open_bias(d, NULL); /* `table` is in tiles */
     keep_tiles(d);
     d->bias_tiles = d->table ? d->table : d->own_bias_tiles;
     if (!d->table && n_pairs(d) > 0 && bias_in_tiles(d)) make_bias_tiles(d->bias_table, n_pairs(d), d->own_bias_tiles);
