@@ -159,7 +159,7 @@ typedef struct attn_decode {
     const uint16_t *b_keys, *b_values; /* those, or the page itself */
     /* The bias_table in halves (attn_decode_bias.h): NULL until it is needed, and room for it. */
     const float *half_table;
-    bool tracked_run; /* tracked[] is a run of whole numbers */
+    bool tracked_run; /* set by open: tracked[] is a run of whole numbers */
     _Alignas(64) float own_half_table[ATTN_HALF_TABLE];
 } attn_decode;
 

@@ -361,6 +361,7 @@ static void tile_few(attn_rows *rows, const uint16_t *keys, const uint16_t *valu
                      const uint64_t *masks, const uint16_t *next_keys) {
     const int64_t d = rows->head_dim, q_dim = rows->q_dim;
     const bool near = isa_asks_near();
+    /* Each product asks for what the one after it reads; without a next tile the last for what it reads itself. */
     const uint8_t *ask_values = (const uint8_t *)values, *ask_next = (const uint8_t *)(next_keys ? next_keys : values);
     float alpha[ATTN_FEW_ROWS + LANES];
     assert(rows->n_rows <= ATTN_FEW_ROWS);

@@ -276,10 +276,20 @@ static void history_tile(const oscar_cache *cache, const step_block *block, int3
     ops->tile(rows, scratch->keys, scratch->values, masks);
 }
 
-/* A head's BF16 keys of page b; NULL where there are none (b -1: no page). */
-static const uint16_t *overlay_keys(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b) {
+/* The BF16 rows of page b; NULL where there are none (b -1: no page). */
+static uint8_t *overlay_page(const oscar_cache *cache, const step_block *block, int32_t b) {
     const int32_t at = b >= 0 ? cache->seqs[block->seq].overlay[b] : NO_PAGE;
-    return at == NO_PAGE ? NULL : layer_overlay_keys(&cache->layers[cache->step.layer], pool_page(&cache->overlay, at), head);
+    return at == NO_PAGE ? NULL : pool_page(&cache->overlay, at);
+}
+
+/* A head's BF16 rows of a page (NULL: none), for a kernel to ask for. */
+static void ask_overlay(const cache_layer *layer, uint8_t *page, int32_t head, thread_scratch *scratch) {
+    const size_t bytes = sizeof(uint16_t) * OSCAR_PAGE_TOKENS * (size_t)layer->shape.head_dim;
+    if (page)
+        attn_ask_for(scratch->decode, (const uint8_t *)layer_overlay_keys(layer, page, head), bytes,
+                     (const uint8_t *)layer_overlay_values(layer, page, head), bytes);
+    else
+        attn_ask_for(scratch->decode, NULL, 0, NULL, 0);
 }
 
 /* next: the page whose BF16 rows may follow, or -1. */
@@ -287,34 +297,21 @@ static void overlay_tile(const oscar_cache *cache, const step_block *block, int3
                          attn_rows *rows, const uint64_t *masks, thread_scratch *scratch) {
     const cache_layer *layer = &cache->layers[cache->step.layer];
     const attn_ops *ops = attn_ops_current();
-    uint8_t *page = pool_page(&cache->overlay, cache->seqs[block->seq].overlay[b]);
-    if (scratch->decode_ops && scratch->decode_ops->overlay) {
-        scratch->decode_ops->overlay(scratch->decode, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head),
-                                     valid, masks);
+    uint8_t *page = overlay_page(cache, block, b), *next_page = overlay_page(cache, block, next);
+    const uint16_t *keys = layer_overlay_keys(layer, page, head), *values = layer_overlay_values(layer, page, head);
+    if (decodes(scratch, false)) {
+        ask_overlay(layer, next_page, head, scratch);
+        scratch->decode_ops->overlay(scratch->decode, keys, values, valid, masks);
         return;
     }
     if (few_rows(rows)) {
-        ops->tile_few(rows, layer_overlay_keys(layer, page, head), layer_overlay_values(layer, page, head), scratch->decode->bias_table,
-                      valid, masks, overlay_keys(cache, block, head, next));
+        ops->tile_few(rows, keys, values, scratch->decode->bias_table, valid, masks,
+                      next_page ? layer_overlay_keys(layer, next_page, head) : NULL);
         return;
     }
-    ops->widen_keys(rows->head_dim, layer_overlay_keys(layer, page, head), valid, scratch->keys);
-    ops->widen_values(rows->head_dim, layer_overlay_values(layer, page, head), valid, scratch->values);
+    ops->widen_keys(rows->head_dim, keys, valid, scratch->keys);
+    ops->widen_values(rows->head_dim, values, valid, scratch->values);
     ops->tile(rows, scratch->keys, scratch->values, masks);
-}
-
-/* The BF16 rows of page b (-1: none), if there are any. */
-static void ask_overlay(const oscar_cache *cache, const step_block *block, int32_t head, int32_t b, thread_scratch *scratch) {
-    const cache_layer *layer = &cache->layers[cache->step.layer];
-    const int32_t at = b >= 0 ? cache->seqs[block->seq].overlay[b] : NO_PAGE;
-    if (at == NO_PAGE) {
-        attn_ask_for(scratch->decode, NULL, 0, NULL, 0);
-        return;
-    }
-    const size_t bytes = sizeof(uint16_t) * OSCAR_PAGE_TOKENS * (size_t)layer->shape.head_dim;
-    uint8_t *page = pool_page(&cache->overlay, at);
-    attn_ask_for(scratch->decode, (const uint8_t *)layer_overlay_keys(layer, page, head), bytes,
-                 (const uint8_t *)layer_overlay_values(layer, page, head), bytes);
 }
 
 /* What the queries of a block see of page b; whether it is anything. */
@@ -390,7 +387,6 @@ static void attend_pages(const oscar_cache *cache, const step_block *block, int3
         if (near) {
             take_rows(cache, block, head, item, NEAR, scratch);
             turn_queries(cache, head, b, false, near_rows, scratch);
-            if (decodes(scratch, false)) ask_overlay(cache, block, head, b + 1 < horizon ? b + 1 : -1, scratch);
             overlay_tile(cache, block, head, b, b + 1 < horizon ? b + 1 : -1, near, near_rows, scratch->near, scratch);
         }
     }
